@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version as package_version
@@ -54,6 +54,7 @@ from dora.observe.facts import ShellFacts
 from dora.observe.lanes import Lanes
 from dora.observe.observed import Folded, Observed
 from dora.transport.controller_end import ControllerEnd
+from dora.transport.messages import CheckpointWritten
 from dora.weights.fence import raise_fence
 from dora.weights.store import Manifest, StoreError, VersionStore, choose_memory_root, claim, sweep_orphans
 
@@ -344,8 +345,12 @@ class Opened:
         *,
         process_ended: Callable[[], Awaitable[str]] | None,
         paths: Callable[[int], RankPaths] | None = None,
+        keep: Callable[[Mapping[int, CheckpointWritten]], Awaitable[str]] | None = None,
     ) -> TrainerLink:
-        """Create the link to the ranks that connect to `end`. `paths`: of each rank, if they are on nodes."""
+        """Create the link to the ranks that connect to `end`.
+
+        `paths`: the folders of each rank, if it is on another host; `keep` then copies its checkpoints.
+        """
         job, config = self.job, self.job.config
         here = RankPaths.here(
             self.folder,
@@ -365,6 +370,7 @@ class Opened:
                 epoch=self.term,
                 max_staleness=job.settings.max_lag,
             ),
+            keep=keep,
             start_timeout_s=config.trainer.start_timeout_s,
             process_ended=process_ended,
             now=self.now,

@@ -61,8 +61,8 @@ class Copies:
         self._commits = commits
         self._tasks = tasks
         self._keep = keep
-        self._drop_elsewhere = drop_elsewhere
         self._holders = holders
+        self._drop_elsewhere = drop_elsewhere
         self._copies: dict[VersionId, asyncio.Task[None]] = {}  # in progress, by version
         self._gives_up_at: float | None = None  # by the event loop's clock; None until the run ends
         self._only_in_memory: set[VersionId] = set()  # versions for which there was no space until the end
