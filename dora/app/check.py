@@ -262,7 +262,7 @@ async def _compare_logprobs(
 def report_job(config: Config, report: Report) -> None:
     """Report what the configuration alone says about the run."""
     rollout, engine, trainer = config.rollout, config.engine, config.trainer
-    ranks = "started externally" if trainer.external else f"started here on {trainer.device}"
+    where = f"on {config.num_training_nodes} nodes" if config.num_training_nodes else "here"
     live = 1 if config.rules.in_flight else config.max_staleness + 1
     broken = "".join(f"; breaks {name} by design" for name in config.rules.broken_by_design)
     report("strategy", f"{rollout.strategy}, K = {config.max_staleness} in force, "
@@ -280,7 +280,8 @@ def report_job(config: Config, report: Report) -> None:
     report("KV", f"{room}; the longest request has {config.longest_request} tokens")
     report(
         "trainer",
-        f"{trainer.ranks} ranks {ranks}, {trainer.dtype}, {trainer.micro_batch_tokens} tokens per micro-batch",
+        f"{trainer.ranks} ranks started {where} on {trainer.device}, {trainer.dtype}, {trainer.micro_batch_tokens} "
+        "tokens per micro-batch",
     )
 
 

@@ -76,13 +76,13 @@ def check_trainer(config: Config, model: Path, stack: ExitStack) -> CheckedTrain
     torch.set_num_threads(config.trainer.threads)
     trainer = config.trainer
     is_here = trainer.device == "cpu" or torch.cuda.is_available()
-    memory = _memory(config) if is_here and not trainer.external else None
+    memory = _memory(config) if is_here and not config.num_training_nodes else None
     mode, outline = outline_of(config, model, memory)
     alone = outline.forecast(tokens=trainer.micro_batch_tokens, longest=config.longest_request, ranks=1, is_trial=True)
     lines = []
     trial = None
-    if trainer.external:
-        lines.append(("trial", "not tried: the ranks are started elsewhere"))
+    if config.num_training_nodes:
+        lines.append(("trial", "not tried: the ranks run on nodes"))
     elif memory is None:
         lines.append(("trial", "not tried: torch can use no CUDA device here"))
     elif alone.total > memory:

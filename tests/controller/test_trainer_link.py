@@ -115,7 +115,7 @@ class Linked:
             num_ranks=2,
             configure=configure,
             start_timeout_s=start_timeout_s,
-            process_ended=process_ended,
+            process_ended=process_ended or asyncio.Event().wait,
             now=lambda: float(next(ticks)),
             emit=self._emit,
             on_ready=self.ready.append,

@@ -38,7 +38,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "checkpoint-not-written-again-where-a-host-lacks-it",
             "    if all(_gather_flags(has_it, device=storage.device)):",
             "    if has_it or all(_gather_flags(has_it, device=storage.device)):",
-            "test_a_host_killed_at_any_point_leaves_a_checkpoint_that_all_use_or_none[7-0]",
+            "test_a_checkpoint_that_one_host_alone_has_renamed_is_not_used_and_then_completed",
         ),
     ),
     *of(
