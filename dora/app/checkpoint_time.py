@@ -21,7 +21,7 @@ TRIAL_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
+class WriteRate:
     """How fast checkpoints get to where a resume finds them."""
 
     bytes_per_s: float
@@ -37,7 +37,7 @@ def checkpoint_bytes(config: Config, outline: Outline) -> int:
     return outline.checkpoint_bytes(moment_bytes(optimizer=trainer.optimizer, optimizer_state=kept))
 
 
-def measure_rate(config: Config, num_bytes: int) -> Rate | None:
+def measure_rate(config: Config, num_bytes: int) -> WriteRate | None:
     """Write a short file, as a rank does, near the folder of checkpoints and delete it; None if this host cannot see
     that folder."""
     folder = config.nodes.checkpoints or config.run.folder
@@ -51,7 +51,7 @@ def measure_rate(config: Config, num_bytes: int) -> Rate | None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            return Rate(len(data) / (time.perf_counter() - began), f"measured in {found}")
+            return WriteRate(len(data) / (time.perf_counter() - began), f"measured in {found}")
     except OSError as err:
         raise ConfigError(f"{found}: no checkpoint can be written there ({err.strerror})") from err
 
@@ -64,7 +64,7 @@ def interval_s(config: Config, shapes: Shapes) -> float | None:
     return config.trainer.checkpoint_every * step.limit_s
 
 
-def time_of_checkpoint(config: Config, num_bytes: int, *, rate: Rate | None, interval: float | None) -> str:
+def time_of_checkpoint(config: Config, num_bytes: int, *, rate: WriteRate | None, interval: float | None) -> str:
     """Return a text about the time; ConfigError if a checkpoint takes longer than the interval between two."""
     every = config.trainer.checkpoint_every
     due = f"one every {every} steps" + (f", that is, every {interval:,.0f} s or more" if interval is not None else "")

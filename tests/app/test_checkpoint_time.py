@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dora.app.checkpoint_time import Rate, interval_s, measure_rate, time_of_checkpoint
+from dora.app.checkpoint_time import WriteRate, interval_s, measure_rate, time_of_checkpoint
 from dora.app.estimate import Shapes
 from dora.config.load import load
 from dora.config.schema import Config
@@ -29,7 +29,7 @@ def config(*overrides: str) -> Config:
 
 
 def says(num_bytes: int, *overrides: str, rate: float | None, interval: float | None) -> str:
-    made = Rate(rate, "measured") if rate is not None else None
+    made = WriteRate(rate, "measured") if rate is not None else None
     return time_of_checkpoint(config(*overrides), num_bytes, rate=made, interval=interval)
 
 
