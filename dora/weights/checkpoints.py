@@ -8,7 +8,11 @@ load it. The trainer writes checkpoints; the controller decides which are delete
 from __future__ import annotations
 
 import json
+import re
 import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -16,10 +20,13 @@ from typing import Final
 import msgspec
 
 from dora import files, foreign
+from dora.weights.store import StoreError, StoreFull, clear_errors
 
 MANIFEST = "manifest.json"
 #: 50 bytes for each rank.
 _MAX_MANIFEST_BYTES: Final = 1 << 20
+_FOLDER: Final = re.compile(r"step-[0-9]{6,9}(-[0-9A-Za-z]{1,8})?")
+_FILE: Final = re.compile(r"rank-[0-9]{1,6}\.safetensors|manifest\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,39 @@ def read_manifest(folder: Path) -> CheckpointManifest | None:
 def checkpoints_in(parent: Path) -> list[Path]:
     """Return all folders with a checkpoint's name, ascending by step."""
     return sorted(path for path in parent.glob("step-*") if path.is_dir())
+
+
+def is_file_of(folder: str, name: str) -> bool:
+    """Return whether these names, which may come from elsewhere, are of a checkpoint and of a file in it."""
+    return bool(_FOLDER.fullmatch(folder) and _FILE.fullmatch(name))
+
+
+def stage(parent: Path, name: str, names: Iterable[str], *, num_bytes: int) -> Path:
+    """Create an empty folder for these files of a checkpoint; StoreFull if there is no space for them."""
+    what = f"cannot stage {name!r} in {parent}"
+    if not all(is_file_of(name, file) for file in names):
+        raise StoreError(f"{what}: these are not names of a checkpoint and its files")
+    with clear_errors(what):
+        if (free := shutil.disk_usage(parent).free) < num_bytes:
+            raise StoreFull(f"{what}: it has {num_bytes:,} bytes, for which there are {free:,}; free some")
+        return Path(tempfile.mkdtemp(prefix=f".{name}-", dir=parent))
+
+
+def expose(staged: Path, target: Path, *, fence: Callable[[], None]) -> None:
+    """Sync staged files and make them visible in `target`, beside the files of other ranks; the manifest last."""
+    with clear_errors(f"cannot make {target} visible"):
+        names = sorted((path.name for path in staged.iterdir()), key=lambda name: (name == MANIFEST, name))
+        for name in names:
+            files.wrote(staged / name)
+            files.sync(staged / name)
+        files.sync_folder(staged)
+        fence()
+        if not target.is_dir():
+            files.rename(staged, target)
+        for name in names if staged.is_dir() else ():
+            files.rename(staged / name, target / name)
+        files.sync_folder(target)
+        files.sync_folder(target.parent)
 
 
 def drop(folder: Path) -> None:
