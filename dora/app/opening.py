@@ -6,6 +6,7 @@ epoch; no process has been started. The exit stack closes everything in reverse 
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,10 +18,10 @@ from pathlib import Path
 import structlog
 
 from dora.app import resume as resuming
-from dora.app.inputs import model_bytes, model_files, weights_digest
+from dora.app.inputs import model_files, weights_digest
 from dora.app.lost_rows import lost_rows, ranges
 from dora.app.prepare import Job
-from dora.app.settings import SPARE_VERSIONS, configure_message, drift_watch, lineage_settings
+from dora.app.settings import configure_message, drift_watch, lineage_settings, live_bytes
 from dora.app.trust import write_config
 from dora.config.load import dump
 from dora.config.schema import Config
@@ -57,11 +58,16 @@ log = structlog.get_logger(__name__)
 
 
 def open_store(config: Config, folder: RunFolder, model: Path, stack: AsyncExitStack) -> VersionStore:
-    """Open the version store: in memory if all live versions fit there, else in the run folder."""
+    """Open the version store: in memory if all live versions fit there, else in the run folder.
+
+    If the ranks are on nodes, nothing on this host reads versions, so they are only in the run folder.
+    """
+    if config.num_training_nodes:
+        return VersionStore(memory_root=folder.versions, durable_root=folder.versions)
     root = choose_memory_root(
         config.weights.memory_folder,
         run_id=folder.run_id,
-        needed_bytes=(config.max_staleness + 1 + SPARE_VERSIONS) * 2 * model_bytes(model),
+        needed_bytes=live_bytes(config, model),
         fallback=folder.versions,
         group=config.run.group,
     )
@@ -130,7 +136,8 @@ class Opened:
         )
         self.inbox = Inbox()
         self.in_flight = InFlight(self.trajectories, rows=job.state.instances)
-        raise_fence(folder.fence, epoch=job.epoch)  # before reading anything that an old rank could still change
+        self.term = job.epoch << 32 | secrets.randbits(32)  #: two copies of a run folder differ in it
+        raise_fence(folder.fence, epoch=self.term)  # before reading anything that an old rank could still change
         model_chain = base_chain(weights_digest(job.config, job.inputs.model))
         self.start = self._restore(model_chain)  #: where the trainer starts
         self.lineage = Lineage(
@@ -318,7 +325,7 @@ class Opened:
                 resume_from=self.start.folders,
                 may_start_over=self.start.may_start_over,
                 chain=self.lineage.base,
-                epoch=job.epoch,
+                epoch=self.term,
                 max_staleness=job.settings.max_lag,
             ),
             start_timeout_s=config.trainer.start_timeout_s,

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from dora.app.inputs import model_bytes
 from dora.config.schema import Config, RolloutConfig
 from dora.core.strategies import Settings, rules_of
 from dora.journal.run_folder import RunFolder
@@ -49,6 +50,12 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
         eval_every=config.eval.every,
         deterministic=trainer.device == "cpu",
     )
+
+
+def live_bytes(config: Config, model: Path) -> int:
+    """Return the size of all versions that may be live at once. A version may be twice as large as the model's files,
+    which may be in FP8."""
+    return (config.max_staleness + 1 + SPARE_VERSIONS) * 2 * model_bytes(model)
 
 
 def rollout_only_settings(settings: Settings) -> Settings:

@@ -19,6 +19,7 @@ OPERATIONAL: Final = (
     "rollout.watchdog_s",
     "engine",
     "weights",
+    "nodes",
     "status",
     "log",
     "tracking",
