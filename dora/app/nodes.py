@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
@@ -13,51 +13,64 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from dora import files, foreign
+from dora import files
 from dora.app.opening import Opened
 from dora.app.settings import live_bytes
 from dora.config.schema import Config
-from dora.controller.fleet import Server
+from dora.controller.fleet import Fleet
+from dora.controller.membership import MembershipRequests
 from dora.core.ids import InstanceId, VersionId
 from dora.engine.api import InferenceEngine
 from dora.errors import ConfigError, RemoteError, RunFailed
-from dora.journal.run_folder import RunFolder
-from dora.node.cluster import Cluster, ClusterSettings, Known
+from dora.node.cluster import Cluster, ClusterSettings
 from dora.node.place import Place
-from dora.transport.node_messages import ProcessState, RanksOrder, Source
-from dora.weights.store import Manifest, StoreError
+from dora.transport.node_messages import NodePaths, ProcessState, RanksOrder, Source
+from dora.weights.store import Manifest, VersionStore
 
 #: Time in which the nodes that a run cannot begin without must join.
 JOIN_TIMEOUT_S: Final = 1_800.0
+#: Time in which a node must have the versions that its ranks will write again.
+AGAIN_TIMEOUT_S: Final = 3_600.0
 #: Time in which the controller must be able to connect to a node.
 REACH_TIMEOUT_S: Final = 5.0
-MAX_NODES_BYTES: Final = 1 << 20
+
+
+def require_token(config: Config) -> None:
+    """ConfigError if nodes cannot show that they belong to the run."""
+    if config.nodes.expected and config.trainer.token is None:
+        raise ConfigError("nodes.expected: nodes need the run's token; set DORA_TOKEN here and in their environment")
 
 
 @asynccontextmanager
-async def open_cluster(opened: Opened, *, engine: InferenceEngine) -> AsyncIterator[Cluster]:
+async def open_cluster(opened: Opened) -> AsyncIterator[Cluster]:
     """Listen for nodes, and wait for those without which the run cannot begin."""
     job, folder = opened.job, opened.folder
     config = job.config
-    assert config.trainer.token is not None, "the rules of the configuration require it"
+    assert config.trainer.token is not None, "it was required"
     settings = ClusterSettings(
         run_id=folder.run_id,
         term=opened.term,
         token=config.trainer.token,
         live_bytes=live_bytes(config, job.inputs.model),
-        known=_read_known(folder),
+        known=opened.nodes,
         save=lambda known: files.replace(folder.nodes, msgspec.json.encode(known)),
         tell=opened.tell,
         is_reachable=is_reachable,
     )
     async with Cluster.listening(config, settings, store=opened.store) as cluster:
-        for version in job.state.window.entries:
-            try:
-                cluster.spread.hold(await asyncio.to_thread(opened.store.manifest, version))
-            except StoreError:
-                continue  # the trainer writes it again
+        await asyncio.to_thread(_name_versions, cluster, opened)
         await _wait_for_enough(cluster, config)
         yield cluster
+
+
+def _name_versions(cluster: Cluster, opened: Opened) -> None:
+    """Have the nodes hold the versions of an earlier start that are on the disk."""
+    for version in opened.store.durable():
+        manifest = opened.store.manifest(version)
+        if version > opened.start.step and opened.job.config.num_training_nodes:
+            cluster.spread.hold_again(manifest)
+        if version in opened.job.state.window.entries:
+            cluster.spread.hold(manifest)
 
 
 async def _wait_for_enough(cluster: Cluster, config: Config) -> None:
@@ -93,24 +106,52 @@ def is_reachable(relay: Source) -> bool:
         connection.close()
 
 
-def _read_known(folder: RunFolder) -> Known:
-    try:
-        data = foreign.read(folder.nodes, max_bytes=MAX_NODES_BYTES)
-        return msgspec.json.decode(data, type=dict[str, tuple[int, int]])
-    except FileNotFoundError:
-        return {}
-    except (OSError, msgspec.MsgspecError, foreign.ForeignFileError) as err:
-        raise ConfigError(f"{folder.nodes}: cannot be read ({err}); delete it if the nodes are new") from err
+def add_servers(fleet: Fleet, cluster: Cluster, config: Config, *, engine: InferenceEngine) -> None:
+    """Add the servers of all places to the fleet, and those of nodes that join later."""
+
+    def servers(place: Place) -> list[NodeServer]:
+        each = range(config.servers_of_node)
+        return [NodeServer(cluster, place, index, config=config, engine=engine) for index in each]
+
+    def add_new(place: Place) -> int:
+        return min([fleet.add(server) for server in servers(place)])
+
+    for place in cluster.places:
+        if place.first_instance is not None:
+            for index, server in enumerate(servers(place)):
+                fleet.add(server, instance=InstanceId(place.first_instance + index))
+    cluster.on_new_servers = add_new
 
 
-def node_servers(cluster: Cluster, config: Config, *, engine: InferenceEngine) -> list[tuple[InstanceId, Server]]:
-    """Return the servers of all places, in the order of their instances."""
-    return [
-        (InstanceId(place.first_instance + index), NodeServer(cluster, place, index, config=config, engine=engine))
-        for place in cluster.places
-        if not place.has_ranks
-        for index in range(config.servers_of_node)
-    ]
+def let_nodes_leave(
+    cluster: Cluster, requests: MembershipRequests, fleet: Fleet, opened: Opened
+) -> Callable[[], Awaitable[None]]:
+    """Have nodes that want to leave do so once their servers are empty. Return what ends this."""
+    leaving: set[asyncio.Task[None]] = set()
+
+    async def leave(place: Place) -> None:
+        assert place.first_instance is not None, "nodes with ranks do not ask"
+        for index in range(opened.job.config.servers_of_node):
+            instance = InstanceId(place.first_instance + index)
+            try:
+                if instance in opened.job.state.instances:
+                    await requests.remove(str(instance))
+                else:
+                    await fleet.dismiss(instance)  # it has never come up
+            except ConfigError as err:
+                opened.tell(f"node {place.name} cannot leave yet: instance {instance}: {err}")
+
+    def begin(place: Place) -> None:
+        leaving.add(task := asyncio.create_task(leave(place), name=f"leave-{place.name}"))
+        task.add_done_callback(leaving.discard)
+
+    async def end() -> None:
+        for task in leaving:
+            task.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
+
+    cluster.on_leaving = begin
+    return end
 
 
 class NodeServer:
@@ -178,7 +219,11 @@ class NodeServer:
         self._want(None)
 
     async def stop(self) -> None:
+        """End the server for good; a node that is leaving goes with its last one."""
         self._want(None)
+        place = self._place
+        if place.report is not None and place.report.is_leaving and not place.servers:
+            await self._cluster.let_go(place)
 
     def _want(self, start: int | None) -> None:
         if start is None:
@@ -195,8 +240,18 @@ class NodeRanks:
         self._cluster = cluster
         self.places = [place for place in cluster.places if place.has_ranks]
 
-    def start(self, *, port: int) -> None:
+    async def start(self, *, port: int) -> None:
         """Have the nodes start them; the controller listens for them at `port`."""
+        maker, spread = self.places[0], self._cluster.spread
+        try:
+            async with asyncio.timeout(AGAIN_TIMEOUT_S):
+                await self._cluster.wait_until(lambda: maker.report is None or spread.has_again(maker))
+        except TimeoutError:
+            raise RunFailed(
+                f"node {maker.name} has not received the versions of the run in {AGAIN_TIMEOUT_S:g} s"
+            ) from None
+        if any(place.report is None for place in self.places):
+            raise RunFailed(f"node {maker.name}, which is to train, is lost: {maker.lost}")
         first = self.places[0].report
         assert first is not None, "the run has waited for it"
         master = f"{urlsplit(first.relay.url).hostname}:{first.meeting_port}" if len(self.places) > 1 else ""
@@ -230,12 +285,19 @@ class NodeRanks:
         return ""
 
 
+def rank_paths(cluster: Cluster) -> NodePaths:
+    """Return the folders of the node that has the ranks."""
+    [place] = [place for place in cluster.places if place.has_ranks]
+    assert place.report is not None, "the run has waited for it"
+    return place.report.paths
+
+
 @dataclass(frozen=True)
 class NodeVersions:
-    """The versions on nodes; implements `controller.copies.Holders` and the folders of pushes."""
+    """The versions on nodes; implements `controller.holders.Holders`."""
 
     cluster: Cluster
-    opened: Opened
+    store: VersionStore
 
     def hold(self, manifest: Manifest) -> None:
         self.cluster.spread.hold(manifest)
@@ -250,5 +312,5 @@ class NodeVersions:
         place = self.cluster.place_of(instance)
         if place is None:  # an external server reads the folder of this host
             await self.fetch(version)
-            return await asyncio.to_thread(self.opened.store.folder, version)
+            return await asyncio.to_thread(self.store.folder, version)
         return await self.cluster.spread.folder(place, version)

@@ -18,6 +18,7 @@ from dora.sim.answers import cap_of
 from dora.sim.server import SimulatedServer
 from dora.sim.workload import FleetModel, JobModel, LengthModel, TrainerModel, Workload
 from dora.transport.messages import Configure, TrainerSettings
+from dora.transport.node_messages import NodePaths
 
 #: Number of versions for which the store needs room in addition to the K + 1 live versions: one that is being
 #: evaluated, one that is being published, and one that a push is reading.
@@ -146,8 +147,24 @@ def configure_message(
     chain: str,
     epoch: int,
     max_staleness: int,
+    paths: NodePaths | None = None,
 ) -> Configure:
-    """Return the first message to every rank."""
+    """Return the first message to every rank. `paths`: the folders of its node, if that is another host."""
+    if paths is not None:
+        own = Path(paths.checkpoints)
+        return Configure(
+            run_id=folder.run_id,
+            model_path=paths.model,
+            settings=trainer_settings(config, max_staleness=max_staleness),
+            memory_root=paths.memory_root,
+            durable_root=paths.durable_root,
+            checkpoints=paths.checkpoints,
+            resume_from=tuple(str(own / path.name) for path in resume_from),
+            may_start_over=may_start_over,
+            chain=chain,
+            epoch=epoch,
+            fence=paths.fence,
+        )
     return Configure(
         run_id=folder.run_id,
         model_path=str(model),

@@ -122,11 +122,11 @@ class _Agent:
         try:
             while True:
                 await self._introduce()
+                if self._leave.is_set() and (self._member is None or self._member.has_ranks):
+                    return "left; the run needs its ranks elsewhere" if self._member is not None else "left"
                 if self._member is not None:
                     report = self._member.report(self._term, is_leaving=self._leave.is_set())
                     await self._end.send(self._followed, report)
-                elif self._leave.is_set():
-                    return "left before it joined a run"
                 with suppress(TimeoutError):
                     async with asyncio.timeout(REPORT_S):
                         await self._changed.wait()

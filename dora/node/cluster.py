@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version as release_of
 from secrets import token_hex
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import structlog
 from msgspec.structs import replace
@@ -53,8 +53,19 @@ BEAT_S: Final = 2.0
 #: A node that was heard this recently keeps its name against another one.
 ALIVE_S: Final = 3 * BEAT_S
 
-#: Name of a node -> (number of its place, first instance).
-Known = Mapping[str, tuple[int, int]]
+#: Time that nodes of an earlier start have to come back before others may take their places.
+RETURN_S: Final = 15.0
+
+
+class KnownNode(NamedTuple):
+    """A node that has joined the run, as its folder records it."""
+
+    place: int
+    first_instance: int | None
+    servers: int
+
+
+Known = Mapping[str, KnownNode]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +94,15 @@ class Cluster:
         self._spread: Spread | None = None
         self._running: asyncio.Task[None] | None = None
         self.changes = Changes()
-        self.places = [Place(number, self._first_instance(number)) for number in range(config.nodes.expected)]
-        for name, (number, first) in settings.known.items():
-            while len(self.places) <= number:
-                self.places.append(Place(len(self.places), -1))
-            self.places[number].name, self.places[number].first_instance = name, first
-        self.on_new_place: Callable[[Place], None] = lambda place: None
+        self._began = time.monotonic()
+        self.places: list[Place] = []
+        for number in range(config.nodes.expected):
+            self._add_place().first_instance = self._first_instance(number)
+        for name, known in settings.known.items():
+            while len(self.places) <= known.place:
+                self._add_place()
+            self.places[known.place].name, self.places[known.place].first_instance = name, known.first_instance
+        self.on_new_servers: Callable[[Place], int] | None = None  #: returns the first instance of a place
         self.on_leaving: Callable[[Place], None] = lambda place: None
 
     @classmethod
@@ -123,10 +137,16 @@ class Cluster:
         assert self._spread is not None, "it is listening"
         return self._spread
 
-    def _first_instance(self, number: int) -> int:
+    def _add_place(self) -> Place:
+        number = len(self.places)
+        self.places.append(place := Place(number, has_ranks=number < self._config.num_training_nodes))
+        return place
+
+    def _first_instance(self, number: int) -> int | None:
+        """Return the first instance of a place that the run begins with."""
         config = self._config
         rolling = number - config.num_training_nodes
-        return len(config.engine.urls) + rolling * config.servers_of_node if rolling >= 0 else -1
+        return len(config.engine.urls) + rolling * config.servers_of_node if rolling >= 0 else None
 
     # -- loops --------------------------------------------------------------------------------------------------------
 
@@ -204,45 +224,53 @@ class Cluster:
             )
             await self._hub.send(identity, Rejected(reason=f"{reason}; install the same release"))
             return
-        place = self._place_for(join.name, identity)
+        place, reason = self._place_for(join.name, identity)
         if place is None:
-            await self._hub.send(identity, Rejected(reason=self._why_no_place(join.name)))
+            if reason:
+                await self._hub.send(identity, Rejected(reason=reason))
             return
         if place.identity != identity:
             place.name, place.identity, place.report, place.orders = join.name, identity, None, None
             place.lost = "it has not reported yet"
-            self._settings.save({p.name: (p.number, p.first_instance) for p in self.places if p.name})
+            self._save()
         place.heard_at = time.monotonic()
         welcome = Welcome(
             term=self._settings.term,
             run_id=self._settings.run_id,
-            first_instance=place.first_instance,
+            first_instance=-1 if place.first_instance is None else place.first_instance,
             config=self._dumped,
             live_bytes=self._settings.live_bytes,
         )
         await self._hub.send(identity, welcome)
 
-    def _place_for(self, name: str, identity: bytes) -> Place | None:
-        """Return the place of a node that joins; None if there is none."""
+    def _save(self) -> None:
+        each = self._config.servers_of_node
+        self._settings.save({p.name: KnownNode(p.number, p.first_instance, each) for p in self.places if p.name})
+
+    def _place_for(self, name: str, identity: bytes) -> tuple[Place | None, str]:
+        """Return the place of a node that joins, or why it is rejected; neither if it must ask again later."""
         now = time.monotonic()
         for place in self.places:
-            if place.identity == identity or (place.name == name and now - place.heard_at > ALIVE_S):
-                return place
+            if place.identity == identity:
+                return place, ""
+            if place.name == name and place.identity is not None and now - place.heard_at < ALIVE_S:
+                return None, f"another node is named {name}; give it another name (--name)"
             if place.name == name:
-                return None
+                return place, ""
         vacant = [place for place in self.places if place.identity is None]
-        if vacant:
-            return min(vacant, key=lambda place: (place.name != "", place.number))
-        if len(self.places) >= self._config.max_nodes:
-            return None
-        self.places.append(place := Place(len(self.places), 0))
-        self.on_new_place(place)
-        return place
-
-    def _why_no_place(self, name: str) -> str:
-        if any(place.name == name and place.identity is not None for place in self.places):
-            return f"another node is named {name}; give it another name (--name)"
-        return f"the run has its {self._config.max_nodes} nodes (nodes.max)"
+        if now - self._began < RETURN_S:
+            vacant = [place for place in vacant if not place.name]
+        if not vacant and len(self.places) < self._config.max_nodes:
+            vacant = [self._add_place()]
+        if not vacant:
+            is_full = all(place.identity is not None for place in self.places)
+            return None, f"the run has its {self._config.max_nodes} nodes (nodes.max)" if is_full else ""
+        place = min(vacant, key=lambda place: (place.name != "", place.number))
+        if place.first_instance is None and not place.has_ranks:
+            if self.on_new_servers is None:
+                return None, ""
+            place.first_instance = self.on_new_servers(place)
+        return place, ""
 
     def _on_report(self, place: Place, report: Report) -> None:
         place.heard_at = time.monotonic()
@@ -272,8 +300,9 @@ class Cluster:
             return
         place.report, place.lost = report, ""
         joined = sum(place.report is not None for place in self.places)
-        what = "ranks" if place.has_ranks else f"instances from {place.first_instance} on"
-        self._settings.tell(f"node {place.name} has joined for {what} ({joined} of {self._config.nodes.expected})")
+        first, each = place.first_instance, self._config.servers_of_node
+        what = "with ranks" if first is None else f"with instances {first} to {first + each - 1}"
+        self._settings.tell(f"node {place.name} has joined {what} ({joined} of {self._config.nodes.expected})")
         self.changes.tell()
 
     def _why_unfit(self, place: Place, report: Report) -> str:
@@ -316,16 +345,19 @@ class Cluster:
                 await self._hub.send(place.identity, Over(term=self._settings.term, reason=reason))
 
     async def let_go(self, place: Place) -> None:
-        """Tell a node that has left."""
+        """Tell a node that it has left; the next one in its place has servers with other numbers."""
         if place.identity is not None:
-            await self._hub.send(place.identity, Over(term=self._settings.term, reason="it has left the run"))
+            await self._hub.send(place.identity, Over(term=self._settings.term, reason="the node has left the run"))
         place.name, place.identity, place.report, place.orders = "", None, None, None
-        place.lost = "the node has left"
+        place.first_instance, place.lost = None, "the node has left"
+        self._save()
+        self.changes.tell()
 
     def place_of(self, instance: InstanceId) -> Place | None:
         """Return the place of a server of a node."""
         each = self._config.servers_of_node
         for place in self.places:
-            if not place.has_ranks and place.first_instance <= instance < place.first_instance + each:
+            first = place.first_instance
+            if first is not None and first <= instance < first + each:
                 return place
         return None

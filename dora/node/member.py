@@ -136,6 +136,10 @@ class Member:
         stack.push_async_callback(member._end_fetches)
         return member
 
+    @property
+    def has_ranks(self) -> bool:
+        return self._first_instance < 0
+
     async def change_controller(self, welcome: Welcome, *, controller: str) -> None:
         """Follow this controller: the ranks of an earlier one end, servers go on."""
         self.config, self._first_instance, self._orders = parse(welcome.config), welcome.first_instance, None

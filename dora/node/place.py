@@ -14,7 +14,8 @@ class Place:
     """The part of a run that one node has."""
 
     number: int
-    first_instance: int  # of its servers; -1 for a place with ranks
+    has_ranks: bool
+    first_instance: int | None = None  # of its servers; None if it has none, or no node has joined after one left
     name: str = ""  # of its node, or of the last one
     identity: bytes | None = None  # of the node's process; None: none has joined, or it is lost
     report: Report | None = None  # the last one; None until this host has connected to the node
@@ -24,10 +25,6 @@ class Place:
     ranks: RanksOrder | None = None  # wanted
     orders: Orders | None = None  # the last ones
     serial: int = 0  # of the last ones
-
-    @property
-    def has_ranks(self) -> bool:
-        return self.first_instance < 0
 
 
 class Changes:

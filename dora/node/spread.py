@@ -42,9 +42,22 @@ class Spread:
         self._changes = changes
         self._manifests: dict[VersionId, Manifest] = {}
         self._own: dict[VersionId, Holding] = {}  # what this host has
+        #: Versions that the ranks will write again: on their node, so that the journaled bytes are kept.
+        self._again: dict[VersionId, Manifest] = {}
+
+    def hold_again(self, manifest: Manifest) -> None:
+        """Have the ranks' node receive a version that its ranks will write again."""
+        self._again[manifest.version] = manifest
+        self._own.setdefault(manifest.version, Holding.NOTHING)
+        self.note_own(manifest.version)
+
+    def has_again(self, place: Place) -> bool:
+        """Return whether the ranks' node has all versions that its ranks will write again."""
+        return place.report is not None and self._again.keys() <= place.report.versions.keys()
 
     def hold(self, manifest: Manifest) -> None:
         """Have the nodes receive a version that is journaled."""
+        self._again.pop(manifest.version, None)
         self._manifests[manifest.version] = manifest
         self._own.setdefault(manifest.version, Holding.NOTHING)
         self.note_own(manifest.version)
@@ -111,7 +124,7 @@ class Spread:
                 chain=manifest.chain,
                 sources=tuple(self._sources(version, place)),
             )
-            for version, manifest in self._manifests.items()
+            for version, manifest in {**self._manifests, **(self._again if place.has_ranks else {})}.items()
         }
 
     def _own_sources(self, version: VersionId) -> list[VersionSource]:
