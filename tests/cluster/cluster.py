@@ -47,8 +47,10 @@ SMALL: Final[Mapping[str, object]] = {
 class HostedRun(Run):
     """`dora run` on a host. Its folder is given as the tests see it."""
 
-    def __init__(self, host: Host, *arguments: str) -> None:
+    def __init__(self, host: Host, *arguments: str, folder: RunFolder | None = None) -> None:
+        """`folder`: of a run that is resumed."""
         self.host = host
+        self._folder = folder
         super().__init__(*arguments, prefix=host.prefix(DORA_TOKEN=TOKEN))
         self.controller = inner_process(self.process)
 
@@ -57,7 +59,9 @@ class HostedRun(Run):
 
     @property
     def folder(self) -> RunFolder:
-        return RunFolder(self.host.outside(super().folder.root))
+        if self._folder is None:
+            self._folder = RunFolder(self.host.outside(super().folder.root))
+        return self._folder
 
     def status(self) -> dict[str, Any]:
         return self.host.inside(super().status)
@@ -103,7 +107,7 @@ class Cluster:
     def resume(self, host: Host, folder: RunFolder) -> HostedRun:
         """Resume the run in a folder of this host, given as the tests see it."""
         inside = self.network.base / folder.root.relative_to(host.folder)
-        return HostedRun(host, "--resume", str(inside), *settings(status__port=0))
+        return HostedRun(host, "--resume", str(inside), *settings(status__port=0), folder=folder)
 
     def node(self, host: Host, **variables: str) -> HostProcess:
         """Start a node."""
