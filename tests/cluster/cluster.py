@@ -18,13 +18,13 @@ import psutil
 from dora.journal.run_folder import RunFolder
 from tests.chaos.checker import check
 from tests.cluster.network import Host, HostProcess, Network, inner_process
-from tests.e2e.runs import Run, assert_audit_clean, command, settings, until
+from tests.e2e.runs import Run, assert_audit_clean, command, settings
 
 TOKEN: Final = "the token of the cluster"
 NODES_PORT: Final = 8423
 RANKS_PORT: Final = 8422
 
-#: A job as small as its rules allow: a rank on a node that trains, and a server on each of two others. It has more
+#: A job as small as its rules allow: a rank on the first node by name, and a server on each of two others. It has more
 #: steps than any test waits for.
 SMALL: Final[Mapping[str, object]] = {
     "run__steps": 1000,
@@ -115,10 +115,6 @@ class Cluster:
         self.nodes[host.name] = node = host.start(*command("node"), **given)
         return node
 
-    def train_on(self, host: Host) -> None:
-        """Start the first node, whose place is one that trains."""
-        until_told(self.node(host), "node_joined")
-
     def told(self) -> str:
         """What all nodes have said."""
         return "\n".join(f"-- {name}:\n{node.told()}" for name, node in self.nodes.items())
@@ -128,21 +124,12 @@ def servers(host: Host) -> list[psutil.Process]:
     return host.processes("serve")
 
 
-def until_told(process: HostProcess, text: str) -> str:
-    """Wait for a text in the output of a process; return the line with it."""
-
-    def ask() -> str | None:
-        assert process.poll() is None, process.told()
-        return next((line for line in process.told().splitlines() if text in line), None)
-
-    return until(ask, what=f"{text!r} in {process.log}")
-
-
 def assert_run_is_right(folder: RunFolder) -> None:
     """What all runs must satisfy, by the run's own audit and by a checker that shares no code with it."""
     verdict = check(folder.root)
-    assert [str(violation) for violation in verdict.violations] == []
-    assert (verdict.lost, verdict.twice) == (0, 0)
+    assert not verdict.violations, "\n".join(map(str, verdict.violations))
+    assert verdict.lost == 0, verdict
+    assert verdict.twice == 0, verdict
     assert_audit_clean(folder)
 
 

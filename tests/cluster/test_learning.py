@@ -51,8 +51,8 @@ def test_a_version_passes_each_interface_once(network: Network, slow_model: Path
     assert len(published) >= 5
     sent = {name: out / num_bytes for name, (_, out) in found.counted.items()}
     received = {name: into / num_bytes for name, (into, _) in found.counted.items()}
-    assert 0.9 < sent["trainer"] < MOST, sent
-    for name in ("first", "second", "controller"):
+    assert 0.9 < sent["node-0"] < MOST, sent
+    for name in ("node-1", "node-2", "controller"):
         assert received[name] < MOST, received
     assert_run_is_right(found.folder)
 
@@ -71,10 +71,9 @@ def finished(network: Network, changes: dict[str, object]) -> Finished:
         "nodes__servers": 2,
     }
     cluster = Cluster(network, job | changes)
-    hosts = [network.host(name) for name in ("controller", "trainer", "first", "second")]
+    hosts = [network.host(name) for name in ("controller", "node-0", "node-1", "node-2")]
     with cluster.run(hosts[0], config=DEFAULT_JOB) as run:
-        cluster.train_on(hosts[1])
-        for host in hosts[2:]:
+        for host in hosts[1:]:
             cluster.node(host)
         assert run.end() == 0, f"{run.told()}\n{cluster.told()}"
         counted = {host.name: host.counted() for host in hosts}

@@ -54,11 +54,11 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
     if lacking := missing():
         pytest.skip(f"needs {lacking}")
     with network_at(tmp_path_factory.mktemp("cluster") / "net") as network:
-        names = ("controller", "spare", "trainer", "first", "second")
+        names = ("controller", "spare", "node-0", "node-1", "node-2")
         controller, _, trainer, first, second = (network.host(name) for name in names)
         cluster = Cluster(network, SMALL, CONTROLLERS)
         life = Life(network, cluster, cluster.run(controller), trainer, (first, second))
-        cluster.train_on(trainer)
+        cluster.node(trainer)
         for host in life.serving:
             cluster.node(host)
         try:
@@ -133,7 +133,7 @@ def test_a_training_node_that_crashes_ends_the_run_which_resumes_without_it(life
     assert life.run.end() == 1
     [line] = life.run.err
     assert line.startswith("dora: ")
-    life.trainer = life.network.host("another")
+    life.trainer = life.network.host("node-3")
     life.cluster.node(life.trainer)
     life.resume(life.run.host, life.run.folder)
     life.run.until_more(1)
