@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from dora.app.inputs import model_bytes
 from dora.config.schema import Config, RolloutConfig
 from dora.core.strategies import Settings, rules_of
 from dora.journal.run_folder import RunFolder
@@ -17,6 +18,7 @@ from dora.sim.answers import cap_of
 from dora.sim.server import SimulatedServer
 from dora.sim.workload import FleetModel, JobModel, LengthModel, TrainerModel, Workload
 from dora.transport.messages import Configure, TrainerSettings
+from dora.transport.node_messages import NodePaths
 
 #: Number of versions for which the store needs room in addition to the K + 1 live versions: one that is being
 #: evaluated, one that is being published, and one that a push is reading.
@@ -49,6 +51,12 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
         eval_every=config.eval.every,
         deterministic=trainer.device == "cpu",
     )
+
+
+def live_bytes(config: Config, model: Path) -> int:
+    """Return the size of all versions that may be live at once. A version may be twice as large as the model's files,
+    which may be in FP8."""
+    return (config.max_staleness + 1 + SPARE_VERSIONS) * 2 * model_bytes(model)
 
 
 def rollout_only_settings(settings: Settings) -> Settings:
@@ -139,8 +147,24 @@ def configure_message(
     chain: str,
     epoch: int,
     max_staleness: int,
+    paths: NodePaths | None = None,
 ) -> Configure:
-    """Return the first message to every rank."""
+    """Return the first message to every rank. `paths`: the folders of its node, if that is another host."""
+    if paths is not None:
+        own = Path(paths.checkpoints)
+        return Configure(
+            run_id=folder.run_id,
+            model_path=paths.model,
+            settings=trainer_settings(config, max_staleness=max_staleness),
+            memory_root=paths.memory_root,
+            durable_root=paths.durable_root,
+            checkpoints=paths.checkpoints,
+            resume_from=tuple(str(own / path.name) for path in resume_from),
+            may_start_over=may_start_over,
+            chain=chain,
+            epoch=epoch,
+            fence=paths.fence,
+        )
     return Configure(
         run_id=folder.run_id,
         model_path=str(model),

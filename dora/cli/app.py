@@ -408,6 +408,38 @@ def serve(
 
 
 @app.command()
+def node(
+    controller: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT,...", help="Where the controller listens for nodes (default: DORA_CONTROLLER)."
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File with the run's token (default: DORA_TOKEN or DORA_TOKEN_FILE)."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of this node, the same after a restart (default: the host name).")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Address of this node for others (default: that of the interface to the controller)."),
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder for logs, and for versions without room in memory.")
+    ] = Path("node"),
+) -> None:
+    """Join a run as a node: start its servers or ranks here, until the run is over.
+
+    SIGTERM has a node without ranks leave the run, once its answers have moved or ended.
+    """
+    from dora.cli.node import node as command
+
+    command(controller, token_file=token_file, name=name, address=address, folder=folder)
+
+
+@app.command()
 def pace(
     workload: WorkloadPath,
     time_scale: TimeScale = 10.0,

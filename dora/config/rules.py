@@ -118,8 +118,6 @@ def _node_problems(config: Config) -> Iterator[str]:
         return
     if not _LISTEN_ADDRESS.fullmatch(nodes.address):
         yield f"nodes.address: cannot listen on {nodes.address}; write it as tcp://HOST:PORT"
-    if config.trainer.token is None:
-        yield "nodes.expected: nodes need the run's token; set DORA_TOKEN here and in their environment"
     if config.max_nodes < nodes.expected:
         yield f"nodes.max: {nodes.max} is less than nodes.expected ({nodes.expected})"
     if training > nodes.expected:

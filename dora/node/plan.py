@@ -40,24 +40,53 @@ class ProcessPlan:
 
 
 def plan_engines(config: Config, *, model: Path, lease: Path, environ: Mapping[str, str]) -> list[ProcessPlan]:
-    """Return the managed servers in the order of their instances, which follow the external ones.
+    """Return the servers that the run starts on this host, in the order of their instances, which follow the external
+    ones.
 
     Each server gets its API key when it is started.
     """
+    each = assign_gpus(config, environ=environ)
+    return _engines(config, each, first=len(config.engine.urls), host=HOST, model=model, lease=lease, environ=environ)
+
+
+def plan_node_engines(
+    config: Config, *, first: int, host: str, model: Path, lease: Path, environ: Mapping[str, str]
+) -> list[ProcessPlan]:
+    """Return the servers of a node that rolls out, from instance `first` on. They listen on `host`."""
+    each = assign_node_gpus(config, environ=environ)
+    return _engines(config, each, first=first, host=host, model=model, lease=lease, environ=environ)
+
+
+def _engines(
+    config: Config,
+    gpus: Sequence[str],
+    *,
+    first: int,
+    host: str,
+    model: Path,
+    lease: Path,
+    environ: Mapping[str, str],
+) -> list[ProcessPlan]:
     engine = config.engine
     env = _COLLECTIVES | child_env(environ, lease=lease, threads=engine.threads) | engine.environment
     return [
-        _engine(config, index=index, model=model, env=env | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}))
-        for index, gpus in enumerate(assign_gpus(config, environ=environ))
+        _engine(
+            config,
+            name=f"engine-{first + index}",
+            host=host,
+            model=model,
+            env=env | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {}),
+        )
+        for index, visible in enumerate(gpus)
     ]
 
 
-def _engine(config: Config, *, index: int, model: Path, env: Mapping[str, str]) -> ProcessPlan:
+def _engine(config: Config, *, name: str, host: str, model: Path, env: Mapping[str, str]) -> ProcessPlan:
     engine = config.engine
     words = [*(engine.command or COMMANDS[engine.kind]), *engine.args]
     values: dict[str, object] = {
         "model": model,
-        "host": HOST,
+        "host": host,
         "tp": engine.tensor_parallel,
         "slots": config.slots,
         "kv_tokens": config.kv_tokens,
@@ -69,7 +98,7 @@ def _engine(config: Config, *, index: int, model: Path, env: Mapping[str, str]) 
     if is_embedded:  # `dora serve` finds a free port itself; others get one at each start
         values["port"] = 0
     return ProcessPlan(
-        name=f"engine-{len(engine.urls) + index}",
+        name=name,
         argv=tuple(_fill_in(word, values) for word in _without_unset(words, values)),
         env=env,
         ready_timeout_s=engine.start_timeout_s,
@@ -108,6 +137,21 @@ def assign_gpus(config: Config, *, environ: Mapping[str, str]) -> list[str]:
         )
     names = [inherited[gpu] if inherited else str(gpu) for gpu in gpus]
     return [",".join(names[i * each : (i + 1) * each]) for i in range(config.num_managed)]
+
+
+def assign_node_gpus(config: Config, *, environ: Mapping[str, str]) -> list[str]:
+    """Return CUDA_VISIBLE_DEVICES of each server of a node; "" to inherit that of this process."""
+    engine, count, each = config.engine, config.servers_of_node, config.engine.tensor_parallel
+    if engine.device == "cpu":
+        return [""] * count
+    inherited = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    names = inherited or [str(gpu) for gpu in range(config.nodes.gpus)]
+    if len(names) < count * each:
+        raise ConfigError(
+            f"nodes.servers: {count} servers of engine.tensor_parallel = {each} need {count * each} GPUs, but the node "
+            f"has {len(names)}; lower one of them"
+        )
+    return [",".join(names[i * each : (i + 1) * each]) for i in range(count)]
 
 
 def plan_trainer(

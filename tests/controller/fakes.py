@@ -30,6 +30,7 @@ from dora.controller.effects import (
 )
 from dora.controller.evaluations import EvalSet, Evaluations
 from dora.controller.fleet import Fleet, FleetLimits
+from dora.controller.holders import OwnStore
 from dora.controller.in_flight import InFlight
 from dora.controller.inbox import Inbox
 from dora.controller.lineage import Lineage
@@ -378,7 +379,7 @@ class Surroundings:
 
     @property
     def push(self) -> Push:
-        return Push(self.engine, self.fleet, self.store, self.published, self.live, 1.0, self.now)
+        return Push(self.engine, self.fleet, OwnStore(self.store), self.published, self.live, 1.0, self.now)
 
     @property
     def fetch(self) -> Fetch:
@@ -488,6 +489,7 @@ def make_job(
             commits=commits,
             tasks=tasks,
             keep=made.keep_versions,
+            holders=OwnStore(made.store),
         ),
         fleet=fleet,
         trajectories=trajectories,

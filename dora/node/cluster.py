@@ -1,0 +1,363 @@
+"""The nodes of a run, as its controller sees them.
+
+Each node has a place: the first ones have ranks, the others roll out. A node that comes back takes its old place; a new
+one takes a place whose node is lost, or a further one. Invariant: what a node is to do is a state, which is sent until
+the node reports it; a node gets no orders before this host has connected to it. A node that follows a controller with a
+higher term ends this one.
+
+Loops: one consumes the messages of nodes; one, every BEAT_S, tells them that this controller is alive and finds those
+that are lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.metadata import version as release_of
+from secrets import token_hex
+from typing import Any, Final, NamedTuple
+
+import structlog
+from msgspec.structs import replace
+
+from dora.config.load import dump
+from dora.config.schema import Config
+from dora.core.ids import InstanceId
+from dora.errors import RunFailed
+from dora.node.place import Changes, Place
+from dora.node.spread import Spread
+from dora.transport.node_ends import NodeHub
+from dora.transport.node_messages import (
+    CONTROLLER_HOST,
+    NODE_PROTOCOL,
+    Beat,
+    FromNode,
+    Join,
+    Orders,
+    Over,
+    Rejected,
+    Report,
+    Source,
+    Superseded,
+    Welcome,
+)
+from dora.weights.relay import Relay
+from dora.weights.store import VersionStore
+
+log = structlog.get_logger(__name__)
+
+BEAT_S: Final = 2.0
+#: A node that was heard this recently keeps its name against another one.
+ALIVE_S: Final = 3 * BEAT_S
+
+#: Time that nodes of an earlier start have to come back before others may take their places.
+RETURN_S: Final = 15.0
+
+
+class KnownNode(NamedTuple):
+    """A node that has joined the run, as its folder records it."""
+
+    place: int
+    first_instance: int | None
+    servers: int
+
+
+Known = Mapping[str, KnownNode]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSettings:
+    """What the run tells of itself."""
+
+    run_id: str
+    term: int
+    token: str
+    live_bytes: int  # for which live versions need room on each node
+    known: Known  # from earlier starts
+    save: Callable[[Known], None]
+    tell: Callable[[str], None]
+    is_reachable: Callable[[Source], bool]  # whether this host can connect to a relay; blocks
+
+
+class Cluster:
+    """All nodes of a run. `listening` makes it."""
+
+    def __init__(self, config: Config, settings: ClusterSettings, *, hub: NodeHub) -> None:
+        self._config = config
+        self._settings = settings
+        self._hub = hub
+        self._dumped = dump(config)
+        self._checks: dict[int, asyncio.Task[None]] = {}  # of addresses, by place
+        self._spread: Spread | None = None
+        self._running: asyncio.Task[None] | None = None
+        self.changes = Changes()
+        self._began = time.monotonic()
+        self.places: list[Place] = []
+        for number in range(config.nodes.expected):
+            self._add_place().first_instance = self._first_instance(number)
+        for name, known in settings.known.items():
+            while len(self.places) <= known.place:
+                self._add_place()
+            self.places[known.place].name, self.places[known.place].first_instance = name, known.first_instance
+        self.on_new_servers: Callable[[Place], int] | None = None  #: returns the first instance of a place
+        self.on_leaving: Callable[[Place], None] = lambda place: None
+
+    @classmethod
+    @asynccontextmanager
+    async def listening(
+        cls, config: Config, settings: ClusterSettings, *, store: VersionStore
+    ) -> AsyncIterator[Cluster]:
+        """Listen for nodes, and serve the versions of this host to them."""
+        hub = NodeHub(address=config.nodes.address, token=settings.token)
+        relay = Relay(store, key=(key := token_hex(32)))
+        host = config.nodes.address.removeprefix("tcp://").rpartition(":")[0]
+        try:
+            address = hub.start()
+            async with relay.listening(host.strip("[]").replace("*", "0.0.0.0"), 0) as url:
+                cluster = cls(config, settings, hub=hub)
+                source = Source(url=f"http://{CONTROLLER_HOST}:{url.rpartition(':')[2]}", key=key)
+                cluster._spread = Spread(
+                    cluster.places, store=store, relay=relay, source=source, changes=cluster.changes
+                )
+                settings.tell(f"waiting for nodes at {address} (dora node, DORA_CONTROLLER, DORA_TOKEN)")
+                cluster._running = asyncio.create_task(cluster._run(), name="nodes")
+                try:
+                    yield cluster
+                finally:
+                    cluster._running.cancel()
+                    await asyncio.wait({cluster._running})
+        finally:
+            hub.close()
+
+    @property
+    def spread(self) -> Spread:
+        assert self._spread is not None, "it is listening"
+        return self._spread
+
+    def _add_place(self) -> Place:
+        number = len(self.places)
+        self.places.append(place := Place(number, has_ranks=number < self._config.num_training_nodes))
+        return place
+
+    def _first_instance(self, number: int) -> int | None:
+        """Return the first instance of a place that the run begins with."""
+        config = self._config
+        rolling = number - config.num_training_nodes
+        return len(config.engine.urls) + rolling * config.servers_of_node if rolling >= 0 else None
+
+    # -- loops --------------------------------------------------------------------------------------------------------
+
+    def loops(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
+        """Return what ends the controller when another one has taken over."""
+        return [("nodes", self._failed())]
+
+    async def _failed(self) -> None:
+        assert self._running is not None, "it is listening"
+        await asyncio.shield(self._running)
+
+    async def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until that is so; RunFailed if another controller takes over."""
+        waiting = asyncio.create_task(self.changes.until(is_so), name="nodes-wait")
+        assert self._running is not None, "it is listening"
+        try:
+            await asyncio.wait({waiting, self._running}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if self._running.done():
+            self._running.result()
+
+    async def _run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._listen(), name="node-messages")
+                group.create_task(self._watch(), name="node-beats")
+                group.create_task(self._follow_changes(), name="node-orders")
+        except* RunFailed as errors:
+            raise errors.exceptions[0] from None
+
+    async def _listen(self) -> None:
+        async for identity, message in self._hub.receive():
+            await self._on_message(identity, message)
+
+    async def _watch(self) -> None:
+        while True:
+            for place in self.places:
+                silent_s = time.monotonic() - place.heard_at
+                if place.identity is not None and silent_s > self._config.nodes.lease_s:
+                    self._lose(place, f"nothing was heard from it for {silent_s:.0f} s")
+                elif place.identity is not None:
+                    await self._hub.send(place.identity, Beat(term=self._settings.term, serial=place.serial))
+                    await self._send_orders(place)
+            await asyncio.sleep(BEAT_S)
+
+    async def _follow_changes(self) -> None:
+        """Send new orders whenever they differ from the last ones."""
+        while True:
+            changed = self.changes.next()
+            for place in self.places:
+                await self._send_orders(place)
+            await changed
+
+    # -- nodes --------------------------------------------------------------------------------------------------------
+
+    async def _on_message(self, identity: bytes, message: FromNode) -> None:
+        place = next((place for place in self.places if place.identity == identity), None)
+        match message:
+            case Superseded():
+                raise RunFailed(
+                    f"another controller has taken over the run (term {message.term}, this one has "
+                    f"{self._settings.term}); this one ends and changes nothing any more"
+                )
+            case Join():
+                await self._on_join(identity, message)
+            case Report() if place is not None and message.term == self._settings.term:
+                self._on_report(place, message)
+
+    async def _on_join(self, identity: bytes, join: Join) -> None:
+        release = release_of("dora-rl")
+        if (join.protocol, join.release) != (NODE_PROTOCOL, release):
+            reason = (
+                f"it has DORA {join.release} (protocol {join.protocol}), the controller {release} ({NODE_PROTOCOL})"
+            )
+            await self._hub.send(identity, Rejected(reason=f"{reason}; install the same release"))
+            return
+        place, reason = self._place_for(join.name, identity)
+        if place is None:
+            if reason:
+                await self._hub.send(identity, Rejected(reason=reason))
+            return
+        if place.identity != identity:
+            place.name, place.identity, place.report, place.orders = join.name, identity, None, None
+            place.lost = "it has not reported yet"
+            self._save()
+        place.heard_at = time.monotonic()
+        welcome = Welcome(
+            term=self._settings.term,
+            run_id=self._settings.run_id,
+            first_instance=-1 if place.first_instance is None else place.first_instance,
+            config=self._dumped,
+            live_bytes=self._settings.live_bytes,
+        )
+        await self._hub.send(identity, welcome)
+
+    def _save(self) -> None:
+        each = self._config.servers_of_node
+        self._settings.save({p.name: KnownNode(p.number, p.first_instance, each) for p in self.places if p.name})
+
+    def _place_for(self, name: str, identity: bytes) -> tuple[Place | None, str]:
+        """Return the place of a node that joins, or why it is rejected; neither if it must ask again later."""
+        now = time.monotonic()
+        for place in self.places:
+            if place.identity == identity:
+                return place, ""
+            if place.name == name and place.identity is not None and now - place.heard_at < ALIVE_S:
+                return None, f"another node is named {name}; give it another name (--name)"
+            if place.name == name:
+                return place, ""
+        vacant = [place for place in self.places if place.identity is None]
+        if now - self._began < RETURN_S:
+            vacant = [place for place in vacant if not place.name]
+        if not vacant and len(self.places) < self._config.max_nodes:
+            vacant = [self._add_place()]
+        if not vacant:
+            is_full = all(place.identity is not None for place in self.places)
+            return None, f"the run has its {self._config.max_nodes} nodes (nodes.max)" if is_full else ""
+        place = min(vacant, key=lambda place: (place.name != "", place.number))
+        if place.first_instance is None and not place.has_ranks:
+            if self.on_new_servers is None:
+                return None, ""
+            place.first_instance = self.on_new_servers(place)
+        return place, ""
+
+    def _on_report(self, place: Place, report: Report) -> None:
+        place.heard_at = time.monotonic()
+        if place.report is None:
+            if place.number not in self._checks:
+                check = asyncio.create_task(self._admit(place, report), name=f"admit-{place.name}")
+                self._checks[place.number] = check
+                check.add_done_callback(lambda _: self._checks.pop(place.number))
+            return
+        if report.is_leaving and not place.report.is_leaving and not place.has_ranks:
+            self._settings.tell(f"node {place.name} leaves: its instances are drained")
+            self.on_leaving(place)
+        if place.report != replace(report, clock=place.report.clock, shared_bytes=place.report.shared_bytes):
+            place.report = report
+            self.changes.tell()
+
+    async def _admit(self, place: Place, report: Report) -> None:
+        """Connect to a node; then its place is ready."""
+        identity = place.identity
+        assert identity is not None, "it has reported"
+        reason = self._why_unfit(place, report)
+        if not reason and not await asyncio.to_thread(self._settings.is_reachable, report.relay):
+            reason = f"the controller cannot connect to {report.relay.url}; give the address of this node (--address)"
+        if reason:
+            await self._hub.send(identity, Rejected(reason=reason))
+            self._lose(place, reason)
+            return
+        place.report, place.lost = report, ""
+        joined = sum(place.report is not None for place in self.places)
+        first, each = place.first_instance, self._config.servers_of_node
+        what = "with ranks" if first is None else f"with instances {first} to {first + each - 1}"
+        self._settings.tell(f"node {place.name} has joined {what} ({joined} of {self._config.nodes.expected})")
+        self.changes.tell()
+
+    def _why_unfit(self, place: Place, report: Report) -> str:
+        config = self._config
+        needs_gpus = (config.trainer if place.has_ranks else config.engine).device == "cuda"
+        if needs_gpus and report.gpus < config.nodes.gpus:
+            return f"it has {report.gpus} GPUs, and the run is planned for {config.nodes.gpus} (nodes.gpus)"
+        if not place.has_ranks and config.engine.kind == "sglang" and not config.engine.command and not report.engine:
+            return "SGLang is not installed there (engine.kind)"
+        return ""
+
+    def _lose(self, place: Place, reason: str) -> None:
+        log.warning("node_lost", node=place.name, reason=reason)
+        self._settings.tell(f"node {place.name} is lost: {reason}")
+        place.identity = place.report = place.orders = None
+        place.servers, place.ranks, place.lost = {}, None, reason
+        self.changes.tell()
+
+    async def _send_orders(self, place: Place) -> None:
+        if place.identity is None or place.report is None:
+            return
+        wanted = Orders(
+            term=self._settings.term,
+            serial=place.serial,
+            servers=dict(place.servers),
+            ranks=place.ranks,
+            versions=self.spread.orders(place),
+        )
+        if place.orders == wanted and place.report.serial == wanted.serial:
+            return
+        if place.orders != wanted:
+            place.serial += 1
+            place.orders = replace(wanted, serial=place.serial)
+        await self._hub.send(place.identity, place.orders)
+
+    async def end(self, reason: str) -> None:
+        """Tell all nodes that the run is over."""
+        for place in self.places:
+            if place.identity is not None:
+                await self._hub.send(place.identity, Over(term=self._settings.term, reason=reason))
+
+    async def let_go(self, place: Place) -> None:
+        """Tell a node that it has left; the next one in its place has servers with other numbers."""
+        if place.identity is not None:
+            await self._hub.send(place.identity, Over(term=self._settings.term, reason="the node has left the run"))
+        place.name, place.identity, place.report, place.orders = "", None, None, None
+        place.first_instance, place.lost = None, "the node has left"
+        self._save()
+        self.changes.tell()
+
+    def place_of(self, instance: InstanceId) -> Place | None:
+        """Return the place of a server of a node."""
+        each = self._config.servers_of_node
+        for place in self.places:
+            first = place.first_instance
+            if first is not None and first <= instance < first + each:
+                return place
+        return None
