@@ -28,11 +28,14 @@ ARG PIP_DISABLE_PIP_VERSION_CHECK=1
 
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends tini && rm -rf /var/lib/apt/lists/*
-COPY pyproject.toml README.md LICENSE /src/
+RUN useradd --uid 10001 --create-home dora && install --directory --owner=dora /work /work/runs
+# What DORA needs changes less often than DORA: it is a layer of its own, made with an empty package.
+COPY pyproject.toml /src/
+RUN install -D /dev/null /src/dora/__init__.py && touch /src/README.md /src/LICENSE \
+    && python3 -m pip install --no-cache-dir "/src[${EXTRAS}]"
+COPY README.md LICENSE /src/
 COPY dora /src/dora
-RUN python3 -m pip install --no-cache-dir "/src[${EXTRAS}]" && rm -rf /src \
-    && useradd --uid 10001 --create-home dora \
-    && install --directory --owner=dora /work/runs
+RUN python3 -m pip install --no-cache-dir --force-reinstall --no-deps /src
 
 ENV PYTHONUNBUFFERED=1
 USER 10001

@@ -12,6 +12,8 @@
 set -euo pipefail
 
 : "${DORA_TOKEN:?choose a random one}"
+config=${2:-}
+[ -n "${CONTROLLER:-$config}" ] || { echo "give a configuration" >&2; exit 2; }
 mapfile -t hosts < <(grep -vE '^\s*(#|$)' "${1:?a file with a host per line}")
 controller=${CONTROLLER:-${hosts[0]}}
 runtime="${RUNTIME:-docker} run --detach --network=host --restart=on-failure:3 --env=DORA_TOKEN"
@@ -23,10 +25,10 @@ on() { # HOST COMMAND: run it there with DORA_TOKEN in its environment
 
 for host in "${hosts[@]}"; do
   on "$host" "$runtime --name=dora-node --shm-size=${SHM:-64g} --env=DORA_CONTROLLER=$controller:8423 \
-    --no-healthcheck dora node --address $host"
+    --no-healthcheck dora node"
 done
 if [ -z "${CONTROLLER:-}" ]; then
   on "$controller" "$runtime --name=dora-run --volume=\$PWD/runs:/work/runs --volume=\$PWD/configs:/work/configs:ro \
-    dora run ${2:?a configuration} --continue"
+    dora run $config --continue"
   echo "ssh -L 8421:127.0.0.1:8421 $controller    # then http://127.0.0.1:8421; docker logs --follow dora-run there"
 fi

@@ -180,7 +180,7 @@ def test_nodes_look_for_the_controller_where_it_listens() -> None:
 
 
 def variables(container: dict[str, Any]) -> dict[str, str]:
-    return {variable["name"]: variable["value"] for variable in container["env"]}
+    return {variable["name"]: variable.get("value", "") for variable in container["env"]}
 
 
 def test_kubernetes_restarts_one_node_at_a_time_and_none_waits_for_another() -> None:
