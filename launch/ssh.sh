@@ -16,7 +16,7 @@ config=${2:-}
 [ -n "${CONTROLLER:-$config}" ] || { echo "give a configuration" >&2; exit 2; }
 mapfile -t hosts < <(grep -vE '^\s*(#|$)' "${1:?a file with a host per line}")
 controller=${CONTROLLER:-${hosts[0]}}
-runtime="${RUNTIME:-docker} run --detach --network=host --restart=on-failure:3 --env=DORA_TOKEN"
+runtime="${RUNTIME:-docker} run --detach --network=host --restart=on-failure:10 --env=DORA_TOKEN"
 
 on() { # HOST COMMAND: run it there with DORA_TOKEN in its environment
   # shellcheck disable=SC2029  # it is made here

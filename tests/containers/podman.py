@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,8 +30,6 @@ TOOLS: Final = {
     "/usr/lib/podman/netavark": "netavark",
     "/usr/lib/podman/aardvark-dns": "aardvark-dns",
 }
-#: Time to download a base, seconds; where it takes longer, there is no usable mirror.
-BASE_TIMEOUT_S: Final = 120.0
 BUILD_TIMEOUT_S: Final = 900.0
 #: pip's settings of the machine, which the image is built with. Folders in them are there during the build.
 PIP_SETTINGS: Final = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CERT")
@@ -111,20 +110,12 @@ class Podman:
         self.call("build", *common, *options, str(ROOT), timeout_s=BUILD_TIMEOUT_S)
 
     def _make_base(self) -> None:
-        script = f"set -o pipefail; {ROOT}/tests/containers/base.sh | podman import - {BASE}"
-        try:
-            done = subprocess.run(
-                ["timeout", f"{BASE_TIMEOUT_S:g}", "bash", "-c", script],
-                env=self.environ,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-        except OSError as err:
-            raise NoImage(str(err)) from err
-        if done.returncode:
-            last = done.stderr.strip().rpartition("\n")[2]
-            raise NoImage(f"debootstrap made no base within {BASE_TIMEOUT_S:g} s: {last}")
+        with tempfile.TemporaryDirectory() as folder:
+            archive = f"{folder}/base.tar"
+            done = self.run([f"{ROOT}/tests/containers/base.sh", archive], is_checked=False, timeout_s=BUILD_TIMEOUT_S)
+            if done.returncode:
+                raise NoImage(f"debootstrap: {done.stderr.strip().rpartition(os.linesep)[2]}")
+            self.call("import", archive, BASE)
 
     def call(self, *words: str, is_checked: bool = True, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
         return self.run(["podman", *words], is_checked=is_checked, timeout_s=timeout_s)
