@@ -15,7 +15,7 @@ from typing import Protocol
 
 from dora.app.episodes import EpisodeInputs
 from dora.app.managed import ManagedServer
-from dora.app.nodes import NodeRanks, NodeVersions, add_servers, rank_paths
+from dora.app.nodes import NodeRanks, NodeVersions, add_servers
 from dora.app.opening import Opened
 from dora.config.schema import Config
 from dora.controller.copies import Copies
@@ -112,23 +112,28 @@ async def start_ranks(
     lease: Path,
     now: Callable[[], float],
     epoch: int = 0,
-    cluster: Cluster | None = None,
+    nodes: NodeRanks | None = None,
 ) -> tuple[ControllerEnd, str, RankProcesses | None]:
-    """Listen for the ranks and start them; return the endpoint, its address, and the processes (None if external)."""
+    """Listen for the ranks and start them, here or on `nodes`.
+
+    Return the endpoint, its address, and the processes (None if external).
+    """
     token, address = config.trainer.token or secrets.token_hex(16), config.trainer.address
     if config.num_training_nodes:
         address = f"{config.nodes.address.rpartition(':')[0]}:{address.rpartition(':')[2]}"
     end = ControllerEnd(address=address, token=token, world_size=config.trainer.ranks, now=now, epoch=epoch)
     address = await end.start()
     stack.push_async_callback(end.close)
-    if cluster is not None and config.num_training_nodes:
-        ranks = NodeRanks(cluster)
-        await ranks.start(port=int(address.rpartition(":")[2]))
-        return end, address, ranks
-    plan = plan_trainer(config, controller=address, token=token, lease=lease, environ=os.environ)
-    child = node.add(plan) if plan is not None else None
-    if child is not None:
-        await child.start()
+    if nodes is not None:
+        await nodes.start(port=int(address.rpartition(":")[2]))
+        return end, address, nodes
+    if config.trainer.external:
+        return end, address, None
+    store = lease.with_name(f"{lease.name}.store")
+    child = node.add(
+        plan_trainer(config, controller=address, token=token, lease=lease, store=store, environ=os.environ)
+    )
+    await child.start()
     return end, address, child
 
 
@@ -143,14 +148,16 @@ async def start_trainer(
 ) -> tuple[TrainerLink, RankProcesses | None]:
     """Start the ranks, or wait for external ones; return the link to them, and the processes."""
     job, config = opened.job, opened.job.config
+    nodes = NodeRanks(cluster, opened) if cluster is not None and config.num_training_nodes else None
     end, address, processes = await start_ranks(
-        config, node, stack, lease=lease, now=opened.now, epoch=job.epoch, cluster=cluster
+        config, node, stack, lease=lease, now=opened.now, epoch=job.epoch, nodes=nodes
     )
     if processes is None:
         opened.tell(f"waiting for {config.trainer.ranks} trainer ranks at {address} (DORA_CONTROLLER, DORA_TOKEN)")
-    paths = rank_paths(cluster) if cluster is not None and config.num_training_nodes else None
     ended = processes.ended if processes is not None else None
-    return opened.trainer_link(end, recorder, process_ended=ended, paths=paths), processes
+    paths = nodes.paths if nodes is not None else None
+    keep = nodes.keep if nodes is not None and nodes.are_apart else None
+    return opened.trainer_link(end, recorder, process_ended=ended, paths=paths, keep=keep), processes
 
 
 def make_controller(
@@ -173,7 +180,9 @@ def make_controller(
     )
     ids = RequestIds(opened.folder.run_id, job.epoch)
     tasks = RunTasks()
-    holders = NodeVersions(cluster, opened.store) if cluster is not None else OwnStore(opened.store)
+    holders: Holders = OwnStore(opened.store)
+    if cluster is not None and config.nodes.store == "relay":
+        holders = NodeVersions(cluster, opened.store)
     effects = _effects(
         opened,
         engine,
@@ -200,6 +209,7 @@ def make_controller(
             tasks=tasks,
             keep=config.weights.keep,
             holders=holders,
+            drop_elsewhere=trainer.drop_checkpoint if isinstance(trainer, TrainerLink) else None,
         ),
         fleet=fleet,
         trajectories=opened.trajectories,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,14 @@ REACH_TIMEOUT_S = 30.0
 
 
 async def run_node_process(
-    controllers: tuple[str, ...], leave: asyncio.Event, *, token: str, name: str, host: str, folder: Path
+    controllers: tuple[str, ...],
+    leave: asyncio.Event,
+    *,
+    token: str,
+    name: str,
+    host: str,
+    folder: Path,
+    tell: Callable[[str], None],
 ) -> str:
     """Run until the run is over, or until a leaving node is let go; return why."""
     config = load(None, environ=os.environ)
@@ -32,5 +40,6 @@ async def run_node_process(
             api_key=config.engine.api_key,
             find_model=model_folder,
             is_well=partial(engine.is_alive, timeout_s=REACH_TIMEOUT_S),
+            tell=tell,
         )
         return await run_node(settings, controllers, leave)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
 import msgspec
+import structlog
 
 from dora import files
 from dora.app.opening import Opened
-from dora.app.settings import live_bytes
+from dora.app.settings import RankPaths, live_bytes
 from dora.config.schema import Config
 from dora.controller.fleet import Fleet
 from dora.controller.membership import MembershipRequests
@@ -24,13 +26,22 @@ from dora.engine.api import InferenceEngine
 from dora.errors import ConfigError, RemoteError, RunFailed
 from dora.node.cluster import Cluster, ClusterSettings
 from dora.node.place import Place
-from dora.transport.node_messages import NodePaths, ProcessState, RanksOrder, Source
-from dora.weights.store import Manifest, VersionStore
+from dora.transport.messages import CheckpointWritten
+from dora.transport.node_messages import FolderOrder, ProcessState, RanksOrder, Report, Source
+from dora.weights.arrival import VersionSource
+from dora.weights.checkpoints import read_manifest
+from dora.weights.store import Manifest, StoreError, VersionStore
+
+log = structlog.get_logger(__name__)
 
 #: Time in which the nodes that a run cannot begin without must join.
 JOIN_TIMEOUT_S: Final = 1_800.0
-#: Time in which a node must have the versions that its ranks will write again.
-AGAIN_TIMEOUT_S: Final = 3_600.0
+#: Time in which the nodes with ranks must have received what these need: versions and a checkpoint.
+FETCH_TIMEOUT_S: Final = 7_200.0
+#: Delay before a checkpoint that could not be copied is copied again.
+COPY_PAUSE_S: Final = 5.0
+#: Delay before a node that may not leave yet asks again.
+LEAVE_PAUSE_S: Final = 5.0
 #: Time in which the controller must be able to connect to a node.
 REACH_TIMEOUT_S: Final = 5.0
 
@@ -55,9 +66,9 @@ async def open_cluster(opened: Opened) -> AsyncIterator[Cluster]:
         known=opened.nodes,
         save=lambda known: files.replace(folder.nodes, msgspec.json.encode(known)),
         tell=opened.tell,
-        is_reachable=is_reachable,
+        connects=connects,
     )
-    async with Cluster.listening(config, settings, store=opened.store) as cluster:
+    async with Cluster.listening(config, settings, store=opened.store, checkpoints=folder.checkpoints) as cluster:
         await asyncio.to_thread(_name_versions, cluster, opened)
         await _wait_for_enough(cluster, config)
         yield cluster
@@ -65,6 +76,8 @@ async def open_cluster(opened: Opened) -> AsyncIterator[Cluster]:
 
 def _name_versions(cluster: Cluster, opened: Opened) -> None:
     """Have the nodes hold the versions of an earlier start that are on the disk."""
+    if opened.job.config.nodes.store == "shared":
+        return
     for version in opened.store.durable():
         manifest = opened.store.manifest(version)
         if version > opened.start.step and opened.job.config.num_training_nodes:
@@ -93,15 +106,20 @@ async def _wait_for_enough(cluster: Cluster, config: Config) -> None:
         ) from None
 
 
-def is_reachable(relay: Source) -> bool:
-    """Return whether this host can connect to the relay of a node, which must know its key; blocks."""
+def connects(relay: Source) -> bool | None:
+    """Return whether the relay of a node answers this host, and knows its key; None if there is no answer. It blocks.
+
+    False tells that no process listens there, and True that the network between the hosts works.
+    """
     address = urlsplit(relay.url)
     connection = HTTPConnection(address.hostname or "", address.port, timeout=REACH_TIMEOUT_S)
     try:
         connection.request("HEAD", "/versions/0/manifest.json", headers={"Authorization": f"Bearer {relay.key}"})
         return connection.getresponse().status in (200, 404)
-    except (OSError, HTTPException):
+    except ConnectionRefusedError:
         return False
+    except (OSError, HTTPException):
+        return None
     finally:
         connection.close()
 
@@ -130,16 +148,23 @@ def let_nodes_leave(
     leaving: set[asyncio.Task[None]] = set()
 
     async def leave(place: Place) -> None:
-        assert place.first_instance is not None, "nodes with ranks do not ask"
-        for index in range(opened.job.config.servers_of_node):
-            instance = InstanceId(place.first_instance + index)
+        first = place.first_instance
+        assert first is not None, "nodes with ranks do not ask"
+        staying = {InstanceId(first + index) for index in range(opened.job.config.servers_of_node)}
+        told = False
+        while staying and place.report is not None:
             try:
-                if instance in opened.job.state.instances:
-                    await requests.remove(str(instance))
-                else:
-                    await fleet.dismiss(instance)  # it has never come up
+                for instance in sorted(staying):
+                    if instance in opened.job.state.instances:
+                        await requests.remove(str(instance))
+                    else:
+                        await fleet.dismiss(instance)  # it has never come up
+                    staying.remove(instance)
             except ConfigError as err:
-                opened.tell(f"node {place.name} cannot leave yet: instance {instance}: {err}")
+                if not told:
+                    opened.tell(f"node {place.name} cannot leave yet: {err}")
+                told = True
+                await asyncio.sleep(LEAVE_PAUSE_S)
 
     def begin(place: Place) -> None:
         leaving.add(task := asyncio.create_task(leave(place), name=f"leave-{place.name}"))
@@ -234,39 +259,111 @@ class NodeServer:
 
 
 class NodeRanks:
-    """The ranks on nodes."""
+    """The ranks on nodes, the same number on each; implements `build.RankProcesses`."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, opened: Opened) -> None:
+        nodes = opened.job.config.nodes
         self._cluster = cluster
-        self.places = [place for place in cluster.places if place.has_ranks]
+        self._opened = opened
+        self._places = [place for place in cluster.places if place.has_ranks]
+        self._each = opened.job.config.trainer.ranks // len(self._places)
+        self._has_own_store = nodes.store == "relay"
+        #: Whether each node has a folder of its own for checkpoints, from which they are copied.
+        self.are_apart = self._has_own_store and nodes.checkpoints is None
 
     async def start(self, *, port: int) -> None:
-        """Have the nodes start them; the controller listens for them at `port`."""
-        maker, spread = self.places[0], self._cluster.spread
-        try:
-            async with asyncio.timeout(AGAIN_TIMEOUT_S):
-                await self._cluster.wait_until(lambda: maker.report is None or spread.has_again(maker))
-        except TimeoutError:
-            raise RunFailed(
-                f"node {maker.name} has not received the versions of the run in {AGAIN_TIMEOUT_S:g} s"
-            ) from None
-        if any(place.report is None for place in self.places):
-            raise RunFailed(f"node {maker.name}, which is to train, is lost: {maker.lost}")
-        first = self.places[0].report
-        assert first is not None, "the run has waited for it"
-        master = f"{urlsplit(first.relay.url).hostname}:{first.meeting_port}" if len(self.places) > 1 else ""
-        for rank, place in enumerate(self.places):
-            assert place.report is not None, "the run has waited for it"
-            running = place.report.ranks
+        """Have the nodes start them, which fetch what they need first; the controller listens for them at `port`."""
+        maker, spread = self._places[0], self._cluster.spread
+        await self._within(lambda: spread.has_again(maker), "the versions of the run")
+        first = self._report(maker)
+        master = f"{urlsplit(first.relay.url).hostname}:{first.meeting_port}" if len(self._places) > 1 else ""
+        for number, place in enumerate(self._places):
+            running = self._report(place).ranks
             place.ranks = RanksOrder(
                 start=running.start + 1 if running is not None else 1,
                 port=port,
-                node_rank=rank,
-                nodes=len(self.places),
+                node_rank=number,
+                nodes=len(self._places),
                 master=master,
-                checkpoints={},
+                checkpoints=self._checkpoints(number) if self.are_apart else {},
             )
         self._cluster.changes.tell()
+        await self._within(lambda: all(map(self._has_begun, self._places)), "its checkpoint")
+
+    async def _within(self, is_so: Callable[[], bool], what: str) -> None:
+        """Wait for what the nodes need; RunFailed if one is lost, or takes too long."""
+        try:
+            async with asyncio.timeout(FETCH_TIMEOUT_S):
+                await self._cluster.wait_until(lambda: is_so() or bool(self._why_ended()))
+        except TimeoutError:
+            raise RunFailed(f"the nodes with ranks have not received {what} in {FETCH_TIMEOUT_S:g} s") from None
+        if reason := self._why_ended():
+            raise RunFailed(reason)
+
+    def _has_begun(self, place: Place) -> bool:
+        state = place.report.ranks if place.report is not None else None
+        return (
+            state is not None and place.ranks is not None and state.start == place.ranks.start and state.phase == "up"
+        )
+
+    def _checkpoints(self, number: int) -> dict[str, FolderOrder]:
+        """Return what a node needs of each checkpoint from which its ranks may start."""
+        found = {}
+        for folder in self._opened.start.folders:
+            manifest = read_manifest(folder)
+            if manifest is not None and manifest.world_size == self._each * len(self._places):
+                ranks = self._ranks_of(number)
+                found[folder.name] = FolderOrder(
+                    files=manifest.files(ranks),
+                    num_bytes=len(manifest.encode()) + sum(manifest.num_bytes[rank] for rank in ranks),
+                    chain=manifest.chain,
+                    sources=(self._cluster.own_source,),
+                )
+        return found
+
+    def _ranks_of(self, number: int) -> tuple[int, ...]:
+        return tuple(range(number * self._each, (number + 1) * self._each))
+
+    def paths(self, rank: int) -> RankPaths:
+        """Return what a rank reads and writes on its node."""
+        number = rank // self._each
+        own, folder = self._report(self._places[number]).paths, self._opened.folder
+        here = RankPaths.here(
+            folder,
+            model=Path(own.model),
+            memory_root=self._opened.store.memory_root,
+            resume_from=self._opened.start.folders,
+        )
+        if not self._has_own_store:
+            return here
+        with_store = replace(
+            here, memory_root=Path(own.memory_root), durable_root=Path(own.durable_root), fence=Path(own.fence)
+        )
+        if not self.are_apart:
+            return with_store
+        return replace(
+            with_store,
+            checkpoints=Path(own.checkpoints),
+            resume_from=tuple(Path(own.checkpoints, path.name) for path in here.resume_from),
+            ranks_here=self._ranks_of(number),
+            owns_checkpoints=True,
+        )
+
+    async def keep(self, reports: Mapping[int, CheckpointWritten]) -> str:
+        """Copy a checkpoint from the nodes into the run folder; return its folder there."""
+        parent, name = self._opened.folder.checkpoints, Path(reports[0].folder).name
+        for rank, report in reports.items():
+            place = self._places[rank // self._each]
+            while True:
+                try:
+                    await self._cluster.relay.fetch_checkpoint(
+                        name, report.files, report.num_bytes, partial(_relay_of, place), into=parent
+                    )
+                    break
+                except StoreError as err:  # a full disk; if the node is lost, the run ends
+                    log.warning("checkpoint_not_copied", checkpoint=name, reason=str(err))
+                    await asyncio.sleep(COPY_PAUSE_S)
+        return str(parent / name)
 
     async def ended(self) -> str:
         """Wait until the ranks of a node have ended, or the node is lost, and return why."""
@@ -274,22 +371,24 @@ class NodeRanks:
         return self._why_ended()
 
     def _why_ended(self) -> str:
-        for place in self.places:
+        for place in self._places:
             if place.report is None:
                 return f"node {place.name}, which has ranks, is lost: {place.lost}"
-            state = place.report.ranks
-            if place.ranks is None or (
-                state is not None and state.start == place.ranks.start and state.phase == "ended"
-            ):
-                return f"node {place.name}: {state.reason if state is not None else 'its ranks were ended'}"
+            if place.report.is_leaving:
+                return f"node {place.name}, which has ranks, was told to end"
+            state, ordered = place.report.ranks, place.ranks
+            if state is not None and ordered is not None and state.start == ordered.start and state.phase == "ended":
+                return f"node {place.name}: {state.reason}"
         return ""
 
+    def _report(self, place: Place) -> Report:
+        if place.report is None:
+            raise RunFailed(f"node {place.name}, which has ranks, is lost: {place.lost}")
+        return place.report
 
-def rank_paths(cluster: Cluster) -> NodePaths:
-    """Return the folders of the node that has the ranks."""
-    [place] = [place for place in cluster.places if place.has_ranks]
-    assert place.report is not None, "the run has waited for it"
-    return place.report.paths
+
+def _relay_of(place: Place) -> list[VersionSource]:
+    return [VersionSource(place.report.relay.url, place.report.relay.key)] if place.report is not None else []
 
 
 @dataclass(frozen=True)

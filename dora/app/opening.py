@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version as package_version
@@ -23,7 +23,7 @@ from dora.app import resume as resuming
 from dora.app.inputs import model_files, weights_digest
 from dora.app.lost_rows import lost_rows, ranges
 from dora.app.prepare import Job
-from dora.app.settings import configure_message, drift_watch, lineage_settings, live_bytes
+from dora.app.settings import RankPaths, configure_message, drift_watch, lineage_settings, live_bytes
 from dora.app.trust import write_config
 from dora.config.load import dump
 from dora.config.schema import Config
@@ -54,7 +54,7 @@ from dora.observe.facts import ShellFacts
 from dora.observe.lanes import Lanes
 from dora.observe.observed import Folded, Observed
 from dora.transport.controller_end import ControllerEnd
-from dora.transport.node_messages import NodePaths
+from dora.transport.messages import CheckpointWritten
 from dora.weights.fence import raise_fence
 from dora.weights.store import Manifest, StoreError, VersionStore, choose_memory_root, claim, sweep_orphans
 
@@ -344,25 +344,33 @@ class Opened:
         recorder: Recorder,
         *,
         process_ended: Callable[[], Awaitable[str]] | None,
-        paths: NodePaths | None = None,
+        paths: Callable[[int], RankPaths] | None = None,
+        keep: Callable[[Mapping[int, CheckpointWritten]], Awaitable[str]] | None = None,
     ) -> TrainerLink:
-        """Create the link to the ranks that connect to `end`. `paths`: the folders of their node, if it is another."""
-        job, config, folder = self.job, self.job.config, self.folder
+        """Create the link to the ranks that connect to `end`.
+
+        `paths`: the folders of each rank, if it is on another host; `keep` then copies its checkpoints.
+        """
+        job, config = self.job, self.job.config
+        here = RankPaths.here(
+            self.folder,
+            model=job.inputs.model,
+            memory_root=self.store.memory_root,
+            resume_from=self.start.folders,
+        )
         return TrainerLink(
             end=end,
             num_ranks=config.trainer.ranks,
-            configure=configure_message(
+            configure=lambda rank: configure_message(
                 config,
-                folder,
-                model=job.inputs.model,
-                memory_root=self.store.memory_root,
-                resume_from=self.start.folders,
+                paths(rank) if paths is not None else here,
+                run_id=self.folder.run_id,
                 may_start_over=self.start.may_start_over,
                 chain=self.lineage.base,
                 epoch=self.term,
                 max_staleness=job.settings.max_lag,
-                paths=paths,
             ),
+            keep=keep,
             start_timeout_s=config.trainer.start_timeout_s,
             process_ended=process_ended,
             now=self.now,

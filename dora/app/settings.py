@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import msgspec
 
@@ -18,7 +19,6 @@ from dora.sim.answers import cap_of
 from dora.sim.server import SimulatedServer
 from dora.sim.workload import FleetModel, JobModel, LengthModel, TrainerModel, Workload
 from dora.transport.messages import Configure, TrainerSettings
-from dora.transport.node_messages import NodePaths
 
 #: Number of versions for which the store needs room in addition to the K + 1 live versions: one that is being
 #: evaluated, one that is being published, and one that a push is reading.
@@ -136,47 +136,57 @@ def lineage_settings(config: Config) -> bytes:
     return msgspec.json.encode({k: v for k, v in settings.items() if k not in without}, order="sorted")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPaths:
+    """What a rank reads and writes, as absolute paths on its host."""
+
+    model: Path
+    memory_root: Path
+    durable_root: Path
+    checkpoints: Path  #: folder of this run's checkpoints
+    fence: Path
+    resume_from: tuple[Path, ...] = ()  #: checkpoints, best first
+    ranks_here: tuple[int, ...] = ()  #: ranks with the same `checkpoints`; (): all
+    owns_checkpoints: bool = False  #: whether the controller cannot delete in `checkpoints`
+
+    @classmethod
+    def here(cls, folder: RunFolder, *, model: Path, memory_root: Path, resume_from: Sequence[Path] = ()) -> Self:
+        """Return the paths of ranks on the controller's host."""
+        return cls(
+            model=model,
+            memory_root=memory_root.resolve(),
+            durable_root=folder.versions.resolve(),
+            checkpoints=folder.checkpoints.resolve(),
+            fence=folder.fence.resolve(),
+            resume_from=tuple(path.resolve() for path in resume_from),
+        )
+
+
 def configure_message(
     config: Config,
-    folder: RunFolder,
+    paths: RankPaths,
     *,
-    model: Path,
-    memory_root: Path,
-    resume_from: Sequence[Path],
+    run_id: str,
     may_start_over: bool,
     chain: str,
     epoch: int,
     max_staleness: int,
-    paths: NodePaths | None = None,
 ) -> Configure:
-    """Return the first message to every rank. `paths`: the folders of its node, if that is another host."""
-    if paths is not None:
-        own = Path(paths.checkpoints)
-        return Configure(
-            run_id=folder.run_id,
-            model_path=paths.model,
-            settings=trainer_settings(config, max_staleness=max_staleness),
-            memory_root=paths.memory_root,
-            durable_root=paths.durable_root,
-            checkpoints=paths.checkpoints,
-            resume_from=tuple(str(own / path.name) for path in resume_from),
-            may_start_over=may_start_over,
-            chain=chain,
-            epoch=epoch,
-            fence=paths.fence,
-        )
+    """Return the first message to a rank."""
     return Configure(
-        run_id=folder.run_id,
-        model_path=str(model),
+        run_id=run_id,
+        model_path=str(paths.model),
         settings=trainer_settings(config, max_staleness=max_staleness),
-        memory_root=str(memory_root.resolve()),
-        durable_root=str(folder.versions.resolve()),
-        checkpoints=str(folder.checkpoints.resolve()),
-        resume_from=tuple(str(path.resolve()) for path in resume_from),
+        memory_root=str(paths.memory_root),
+        durable_root=str(paths.durable_root),
+        checkpoints=str(paths.checkpoints),
+        resume_from=tuple(map(str, paths.resume_from)),
+        ranks_here=paths.ranks_here,
+        owns_checkpoints=paths.owns_checkpoints,
         may_start_over=may_start_over,
         chain=chain,
         epoch=epoch,
-        fence=str(folder.fence.resolve()),
+        fence=str(paths.fence),
     )
 
 

@@ -19,7 +19,7 @@ from dora.app.build import start_ranks
 from dora.app.episodes import enter_inputs
 from dora.app.inputs import weights_digest
 from dora.app.prepare import new_folder
-from dora.app.settings import configure_message, drift_watch, lineage_settings
+from dora.app.settings import RankPaths, configure_message, drift_watch, lineage_settings
 from dora.config.schema import Config, EngineConfig
 from dora.controller.lineage import Lineage, base_chain
 from dora.controller.recorder import log_changes
@@ -92,12 +92,10 @@ async def train(config: Config, rollouts: Path, *, report: Callable[[StepReport,
         link = TrainerLink(
             end=end,
             num_ranks=config.trainer.ranks,
-            configure=configure_message(
+            configure=lambda rank: configure_message(
                 config,
-                folder,
-                model=inputs.model,
-                memory_root=folder.versions,
-                resume_from=(),
+                RankPaths.here(folder, model=inputs.model, memory_root=folder.versions),
+                run_id=folder.run_id,
                 may_start_over=True,
                 chain=model_chain,
                 epoch=0,

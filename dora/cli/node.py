@@ -15,7 +15,6 @@ from dora.app.node import run_node_process
 from dora.cli.output import say, tell
 from dora.config.load import read_secret
 from dora.errors import ConfigError
-from dora.log import configure_logging
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
 _CONTROLLER = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:,/]+):\d{1,5}")
@@ -33,7 +32,6 @@ def node(
     if not _NAME.fullmatch(name):
         raise ConfigError(f"--name {name}: letters, digits, '-', '_' and '.' are allowed")
     address = address or _own_address(controllers[0])
-    configure_logging(None, level="info", run="", role=f"node {name}")
     tell(f"node {name} at {address} looks for a controller at {', '.join(controllers)}")
     say(uvloop.run(_run(controllers, token=token, name=name, address=address, folder=folder)))
 
@@ -42,7 +40,7 @@ async def _run(controllers: tuple[str, ...], *, token: str, name: str, address: 
     leave = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, leave)
-    return await run_node_process(controllers, leave, token=token, name=name, host=address, folder=folder)
+    return await run_node_process(controllers, leave, token=token, name=name, host=address, folder=folder, tell=tell)
 
 
 def _on_signal(leave: asyncio.Event) -> None:

@@ -8,6 +8,7 @@ At a shutdown these tasks are completed, not cancelled.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
@@ -48,9 +49,11 @@ class Copies:
         tasks: RunTasks,
         keep: int,
         holders: Holders,
+        drop_elsewhere: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         """`checkpoints`: the folder of all checkpoints. `window`: the core's versions, which are all needed. `keep`:
-        number of newest versions whose durable copies are kept although nothing needs them; 0: all."""
+        number of newest versions whose durable copies are kept although nothing needs them; 0: all. `drop_elsewhere`:
+        deletes a checkpoint, by the name of its folder, on the hosts of the ranks."""
         self._store = store
         self._checkpoints = checkpoints
         self._published = published
@@ -59,6 +62,7 @@ class Copies:
         self._tasks = tasks
         self._keep = keep
         self._holders = holders
+        self._drop_elsewhere = drop_elsewhere
         self._copies: dict[VersionId, asyncio.Task[None]] = {}  # in progress, by version
         self._gives_up_at: float | None = None  # by the event loop's clock; None until the run ends
         self._only_in_memory: set[VersionId] = set()  # versions for which there was no space until the end
@@ -150,6 +154,8 @@ class Copies:
             await asyncio.to_thread(drop, self._checkpoints / Path(order.folder).name)
         except OSError as err:
             log.warning("checkpoint_not_deleted", folder=order.folder, reason=str(err))
+        if self._drop_elsewhere is not None:
+            await self._drop_elsewhere(Path(order.folder).name)
 
     def _keeps(self, version: int) -> bool:
         """Whether a durable copy is kept: the version is needed, or among the newest `weights.keep`."""

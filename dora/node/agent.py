@@ -16,14 +16,10 @@ from contextlib import AsyncExitStack, suppress
 from importlib.metadata import version as release_of
 from typing import Final
 
-import structlog
-
 from dora.errors import ConfigError, RunFailed
 from dora.node.member import Member, NodeSettings
 from dora.transport.node_ends import NodeEnd
 from dora.transport.node_messages import NODE_PROTOCOL, Beat, Join, Orders, Over, Rejected, Superseded, Welcome
-
-log = structlog.get_logger(__name__)
 
 REPORT_S: Final = 2.0
 #: A controller that has been silent for this long may have been replaced: the node introduces itself again.
@@ -102,7 +98,7 @@ class _Agent:
             raise RunFailed(f"the controller has begun another run, {welcome.run_id}; start the node again to join it")
         host = address.rpartition(":")[0]
         await self._member.change_controller(welcome, controller=host)
-        log.info("node_joined", run=welcome.run_id, first_instance=welcome.first_instance, term=welcome.term)
+        self._settings.tell(f"takes part in {welcome.run_id}; logs: {self._member.logs}")
 
     def _require_controller(self) -> None:
         """RunFailed if no controller is left."""
@@ -122,11 +118,11 @@ class _Agent:
         try:
             while True:
                 await self._introduce()
-                if self._leave.is_set() and (self._member is None or self._member.has_ranks):
-                    return "left; the run needs its ranks elsewhere" if self._member is not None else "left"
+                is_leaving = self._leave.is_set()
                 if self._member is not None:
-                    report = self._member.report(self._term, is_leaving=self._leave.is_set())
-                    await self._end.send(self._followed, report)
+                    await self._end.send(self._followed, self._member.report(self._term, is_leaving=is_leaving))
+                if is_leaving and (self._member is None or self._member.has_ranks):
+                    return "the node has left"
                 with suppress(TimeoutError):
                     async with asyncio.timeout(REPORT_S):
                         await self._changed.wait()

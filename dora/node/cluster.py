@@ -12,11 +12,13 @@ that are lost.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version as release_of
+from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final, NamedTuple
 
@@ -53,6 +55,10 @@ BEAT_S: Final = 2.0
 #: A node that was heard this recently keeps its name against another one.
 ALIVE_S: Final = 3 * BEAT_S
 
+#: Time for which a new run waits for all nodes, before it gives places to those that are there, in the order of names.
+GATHER_S: Final = 30.0
+#: Time for which a node asks for a name that another one has, before it is rejected.
+NAMED_S: Final = 30.0
 #: Time that nodes of an earlier start have to come back before others may take their places.
 RETURN_S: Final = 15.0
 
@@ -79,22 +85,34 @@ class ClusterSettings:
     known: Known  # from earlier starts
     save: Callable[[Known], None]
     tell: Callable[[str], None]
-    is_reachable: Callable[[Source], bool]  # whether this host can connect to a relay; blocks
+    connects: Callable[[Source], bool | None]  # whether a relay answers this host; None: nothing does; blocks
 
 
 class Cluster:
     """All nodes of a run. `listening` makes it."""
 
-    def __init__(self, config: Config, settings: ClusterSettings, *, hub: NodeHub) -> None:
+    def __init__(
+        self,
+        config: Config,
+        settings: ClusterSettings,
+        *,
+        hub: NodeHub,
+        store: VersionStore,
+        relay: Relay,
+        source: Source,
+    ) -> None:
+        """`relay`, of this host, is `source` for nodes."""
+        self.relay = relay
+        self.own_source = source
         self._config = config
         self._settings = settings
         self._hub = hub
         self._dumped = dump(config)
         self._checks: dict[int, asyncio.Task[None]] = {}  # of addresses, by place
-        self._spread: Spread | None = None
         self._running: asyncio.Task[None] | None = None
         self.changes = Changes()
         self._began = time.monotonic()
+        self._asked: dict[str, dict[bytes, float]] = {}  # name -> processes of that name -> when they first asked
         self.places: list[Place] = []
         for number in range(config.nodes.expected):
             self._add_place().first_instance = self._first_instance(number)
@@ -102,26 +120,24 @@ class Cluster:
             while len(self.places) <= known.place:
                 self._add_place()
             self.places[known.place].name, self.places[known.place].first_instance = name, known.first_instance
+        self.spread = Spread(self.places, store=store, relay=relay, source=source, changes=self.changes)
         self.on_new_servers: Callable[[Place], int] | None = None  #: returns the first instance of a place
         self.on_leaving: Callable[[Place], None] = lambda place: None
 
     @classmethod
     @asynccontextmanager
     async def listening(
-        cls, config: Config, settings: ClusterSettings, *, store: VersionStore
+        cls, config: Config, settings: ClusterSettings, *, store: VersionStore, checkpoints: Path
     ) -> AsyncIterator[Cluster]:
         """Listen for nodes, and serve the versions of this host to them."""
         hub = NodeHub(address=config.nodes.address, token=settings.token)
-        relay = Relay(store, key=(key := token_hex(32)))
+        relay = Relay(store, key=(key := token_hex(32)), checkpoints=checkpoints)
         host = config.nodes.address.removeprefix("tcp://").rpartition(":")[0]
         try:
             address = hub.start()
             async with relay.listening(host.strip("[]").replace("*", "0.0.0.0"), 0) as url:
-                cluster = cls(config, settings, hub=hub)
                 source = Source(url=f"http://{CONTROLLER_HOST}:{url.rpartition(':')[2]}", key=key)
-                cluster._spread = Spread(
-                    cluster.places, store=store, relay=relay, source=source, changes=cluster.changes
-                )
+                cluster = cls(config, settings, hub=hub, store=store, relay=relay, source=source)
                 settings.tell(f"waiting for nodes at {address} (dora node, DORA_CONTROLLER, DORA_TOKEN)")
                 cluster._running = asyncio.create_task(cluster._run(), name="nodes")
                 try:
@@ -131,11 +147,6 @@ class Cluster:
                     await asyncio.wait({cluster._running})
         finally:
             hub.close()
-
-    @property
-    def spread(self) -> Spread:
-        assert self._spread is not None, "it is listening"
-        return self._spread
 
     def _add_place(self) -> Place:
         number = len(self.places)
@@ -188,6 +199,8 @@ class Cluster:
                 silent_s = time.monotonic() - place.heard_at
                 if place.identity is not None and silent_s > self._config.nodes.lease_s:
                     self._lose(place, f"nothing was heard from it for {silent_s:.0f} s")
+                elif place.report is not None and silent_s > ALIVE_S:
+                    self._start_check(place, self._lose_if_dead(place, place.report))
                 elif place.identity is not None:
                     await self._hub.send(place.identity, Beat(term=self._settings.term, serial=place.serial))
                     await self._send_orders(place)
@@ -230,6 +243,7 @@ class Cluster:
                 await self._hub.send(identity, Rejected(reason=reason))
             return
         if place.identity != identity:
+            self._asked.pop(join.name, None)
             place.name, place.identity, place.report, place.orders = join.name, identity, None, None
             place.lost = "it has not reported yet"
             self._save()
@@ -250,15 +264,19 @@ class Cluster:
     def _place_for(self, name: str, identity: bytes) -> tuple[Place | None, str]:
         """Return the place of a node that joins, or why it is rejected; neither if it must ask again later."""
         now = time.monotonic()
+        asked_at = self._asked.setdefault(name, {}).setdefault(identity, now)
+        if self._is_gathering(now):
+            return None, ""
         for place in self.places:
             if place.identity == identity:
                 return place, ""
             if place.name == name and place.identity is not None and now - place.heard_at < ALIVE_S:
-                return None, f"another node is named {name}; give it another name (--name)"
+                reason = f"another node is named {name}; give it another name (--name)"
+                return None, reason if now - asked_at > NAMED_S else ""
             if place.name == name:
                 return place, ""
         vacant = [place for place in self.places if place.identity is None]
-        if now - self._began < RETURN_S:
+        if now - self._began < RETURN_S and self._settings.known:
             vacant = [place for place in vacant if not place.name]
         if not vacant and len(self.places) < self._config.max_nodes:
             vacant = [self._add_place()]
@@ -275,10 +293,7 @@ class Cluster:
     def _on_report(self, place: Place, report: Report) -> None:
         place.heard_at = time.monotonic()
         if place.report is None:
-            if place.number not in self._checks:
-                check = asyncio.create_task(self._admit(place, report), name=f"admit-{place.name}")
-                self._checks[place.number] = check
-                check.add_done_callback(lambda _: self._checks.pop(place.number))
+            self._start_check(place, self._admit(place, report))
             return
         if report.is_leaving and not place.report.is_leaving and not place.has_ranks:
             self._settings.tell(f"node {place.name} leaves: its instances are drained")
@@ -287,12 +302,26 @@ class Cluster:
             place.report = report
             self.changes.tell()
 
+    def _start_check(self, place: Place, check: Coroutine[Any, Any, None]) -> None:
+        """Run a check of a place, unless one is under way."""
+        if place.number in self._checks:
+            check.close()
+            return
+        self._checks[place.number] = asyncio.create_task(check, name=f"check-{place.name}")
+        self._checks[place.number].add_done_callback(lambda _: self._checks.pop(place.number))
+
+    async def _lose_if_dead(self, place: Place, report: Report) -> None:
+        """Do not wait for the lease if the host of a silent node says that no process listens there."""
+        is_dead = await asyncio.to_thread(self._settings.connects, report.relay) is False
+        if is_dead and place.report is not None and time.monotonic() - place.heard_at > ALIVE_S:
+            self._lose(place, "its process has ended")
+
     async def _admit(self, place: Place, report: Report) -> None:
         """Connect to a node; then its place is ready."""
         identity = place.identity
         assert identity is not None, "it has reported"
         reason = self._why_unfit(place, report)
-        if not reason and not await asyncio.to_thread(self._settings.is_reachable, report.relay):
+        if not reason and not await asyncio.to_thread(self._settings.connects, report.relay):
             reason = f"the controller cannot connect to {report.relay.url}; give the address of this node (--address)"
         if reason:
             await self._hub.send(identity, Rejected(reason=reason))
@@ -302,8 +331,22 @@ class Cluster:
         joined = sum(place.report is not None for place in self.places)
         first, each = place.first_instance, self._config.servers_of_node
         what = "with ranks" if first is None else f"with instances {first} to {first + each - 1}"
-        self._settings.tell(f"node {place.name} has joined {what} ({joined} of {self._config.nodes.expected})")
+        self._settings.tell(
+            f"node {place.name} has joined {what} ({joined} here, {self._config.nodes.expected} expected)"
+        )
         self.changes.tell()
+
+    def _is_gathering(self, now: float) -> bool:
+        """Whether a new run still waits for all nodes. Then they get their places in the order of their names."""
+        if any(place.name for place in self.places):
+            return False
+        names = sorted(self._asked, key=_natural)
+        first = min(at for askers in self._asked.values() for at in askers.values())
+        if len(names) < self._config.nodes.expected and now - first < GATHER_S:
+            return True
+        for place, name in zip(self.places, names, strict=False):
+            place.name = name
+        return False
 
     def _why_unfit(self, place: Place, report: Report) -> str:
         config = self._config
@@ -361,3 +404,8 @@ class Cluster:
             if first is not None and first <= instance < first + each:
                 return place
         return None
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts node-2 before node-10."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]

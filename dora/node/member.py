@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,11 +30,20 @@ from dora.errors import ConfigError
 from dora.journal.access import restrict
 from dora.node.cuda import num_devices
 from dora.node.place import Changes
-from dora.node.plan import ProcessPlan, plan_node_engines, plan_trainer
-from dora.node.ports import free_port
+from dora.node.plan import ProcessPlan, TrainingNode, plan_node_engines, plan_trainer
+from dora.node.ports import free_port, interface_of
 from dora.node.processes import OrderedProcess
 from dora.node.supervise import IsWell, Node
-from dora.transport.node_messages import CONTROLLER_HOST, FolderOrder, NodePaths, Orders, Report, Source, Welcome
+from dora.transport.node_messages import (
+    CONTROLLER_HOST,
+    FolderOrder,
+    NodePaths,
+    Orders,
+    RanksOrder,
+    Report,
+    Source,
+    Welcome,
+)
 from dora.weights.arrival import VersionSource
 from dora.weights.fence import raise_fence
 from dora.weights.relay import Relay
@@ -57,6 +66,7 @@ class NodeSettings:
     api_key: str | None  # of its servers; None: each gets its own
     find_model: Callable[[str], Path]  # `model.path` -> folder
     is_well: IsWell
+    tell: Callable[[str], None]  # shows a line to the user
 
 
 class Member:
@@ -85,6 +95,7 @@ class Member:
         self._store = store
         self._relay = relay
         self._source = source
+        self._checkpoints = Path(paths.checkpoints)
         self._gpus = gpus
         self._on_change = on_change
         self._controller = ""  # its host
@@ -109,7 +120,7 @@ class Member:
         root = (settings.folder / welcome.run_id).resolve()
         store = await asyncio.to_thread(_open_store, stack, settings, welcome, root)
         key, lease = secrets.token_hex(32), root / f"lease-{os.getpid()}"
-        relay = Relay(store, key=key)
+        relay = Relay(store, key=key, checkpoints=root / "checkpoints")
         url = await stack.enter_async_context(relay.listening(settings.host, 0))
         stack.callback(partial(lease.unlink, missing_ok=True))
         node = await stack.enter_async_context(Node(logs=root / "logs", lease=lease, host=settings.host))
@@ -121,7 +132,7 @@ class Member:
                 model=str(model),
                 memory_root=str(store.memory_root),
                 durable_root=str(root / "versions"),
-                checkpoints=str(config.nodes.checkpoints or root / "checkpoints"),
+                checkpoints=str(root / "checkpoints"),
                 fence=str(root / "epoch"),
                 logs=str(root / "logs"),
             ),
@@ -135,6 +146,10 @@ class Member:
         )
         stack.push_async_callback(member._end_fetches)
         return member
+
+    @property
+    def logs(self) -> str:
+        return self._paths.logs
 
     @property
     def has_ranks(self) -> bool:
@@ -190,7 +205,7 @@ class Member:
         self._ordered.tell()
         self._on_change()
 
-    def _process(self, plan: Callable[[], ProcessPlan]) -> OrderedProcess:
+    def _process(self, plan: Callable[[], Awaitable[ProcessPlan]]) -> OrderedProcess:
         return OrderedProcess(
             plan,
             node=self._node,
@@ -199,7 +214,7 @@ class Member:
             on_change=self._on_change,
         )
 
-    def _plan_server(self, index: int) -> ProcessPlan:
+    async def _plan_server(self, index: int) -> ProcessPlan:
         plans = plan_node_engines(
             self.config,
             first=self._first_instance,
@@ -212,16 +227,39 @@ class Member:
             raise ConfigError(f"the controller ordered server {index}, but this node has {len(plans)}")
         return plans[index]
 
-    def _plan_ranks(self) -> ProcessPlan:
+    async def _plan_ranks(self) -> ProcessPlan:
+        """Bring what the ranks need to this node, and return their plan."""
         assert self._orders is not None, "there are orders to start them"
         orders = self._orders.ranks
         assert orders is not None, "there are orders to start them"
-        address = f"tcp://{self._controller}:{orders.port}"
-        plan = plan_trainer(
-            self.config, controller=address, token=self._settings.token, lease=self._lease, environ=os.environ
+        for name, wanted in orders.checkpoints.items():
+            sources = [self._reachable(source) for source in wanted.sources]
+            try:
+                await self._relay.fetch_checkpoint(
+                    name, wanted.files, wanted.num_bytes, lambda sources=sources: sources, into=self._checkpoints
+                )
+            except StoreError as err:  # the ranks take an older one
+                self._settings.tell(f"checkpoint {name} was not received: {err}")
+        return plan_trainer(
+            self.config,
+            controller=f"tcp://{self._controller}:{orders.port}",
+            token=self._settings.token,
+            lease=self._lease,
+            store=self._lease.with_name(f"{self._lease.name}-{orders.start}.store"),
+            environ=os.environ,
+            node=self._training_node(orders) if orders.nodes > 1 else None,
         )
-        assert plan is not None, "the rules of the configuration exclude external ranks"
-        return plan
+
+    def _training_node(self, orders: RanksOrder) -> TrainingNode:
+        master, _, port = orders.master.rpartition(":")
+        return TrainingNode(
+            nodes=orders.nodes,
+            index=orders.node_rank,
+            ranks=self.config.trainer.ranks // orders.nodes,
+            master=master,
+            port=int(port),
+            interface=interface_of(self._settings.host),
+        )
 
     # -- versions -----------------------------------------------------------------------------------------------------
 
@@ -232,11 +270,13 @@ class Member:
         """Have a version, from a source or because ranks of this node wrote it; repeat until it is there."""
         manifest = Manifest(version=VersionId(version), files=order.files, num_bytes=order.num_bytes, chain=order.chain)
         try:
-            while True:
+            while self._is_wanted(version):
                 try:
                     await self._receive(manifest)
                     return
                 except StoreError as err:
+                    if not self._is_wanted(version):  # it was released meanwhile
+                        return
                     self._problem = str(err)
                     log.warning("version_not_received", version=version, reason=str(err))
                     self._on_change()
@@ -246,17 +286,20 @@ class Member:
 
     async def _receive(self, manifest: Manifest) -> None:
         version = manifest.version
-        if not await asyncio.to_thread(self._discard_others, manifest):
-            await self._ordered.until(lambda: bool(self._sources(version)))
-            self._receiving.add(version)
-            try:
+        try:
+            if not await asyncio.to_thread(self._discard_others, manifest):
+                await self._ordered.until(lambda: bool(self._sources(version)))
+                self._receiving.add(version)
                 self._on_change()
-                await self._relay.fetch(manifest, partial(self._sources, version))
-            finally:
-                self._receiving.discard(version)
-        self._held[version] = await asyncio.to_thread(self._store.folder, version)
+                await self._relay.fetch(manifest, _last_known(partial(self._sources, version)))
+            self._held[version] = await asyncio.to_thread(self._store.folder, version)
+        finally:
+            self._receiving.discard(version)
         self._problem = ""
         self._on_change()
+
+    def _is_wanted(self, version: int) -> bool:
+        return self._orders is None or version in self._orders.versions
 
     def _discard_others(self, manifest: Manifest) -> bool:
         """Delete files of another history under the version's number; return whether the version is here already."""
@@ -292,6 +335,18 @@ class Member:
         for fetch in fetches:
             fetch.cancel()
         await asyncio.gather(*fetches, return_exceptions=True)
+
+
+def _last_known(sources: Callable[[], list[VersionSource]]) -> Callable[[], list[VersionSource]]:
+    """Return the last sources that were known, for a version that is being received."""
+    last: list[VersionSource] = []
+
+    def current() -> list[VersionSource]:
+        nonlocal last
+        last = sources() or last
+        return last
+
+    return current
 
 
 def _open_store(stack: AsyncExitStack, settings: NodeSettings, welcome: Welcome, root: Path) -> VersionStore:

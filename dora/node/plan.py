@@ -1,4 +1,4 @@
-"""The processes that a run needs on this host, as a pure function of the config and a few addresses.
+"""The processes that a run needs on one host, as a pure function of the config and a few addresses.
 
 Invariant: no secret is on a command line, which every user of the machine can read. A child's environment is that of
 the parent without its DORA_ variables, plus what the child needs.
@@ -154,25 +154,57 @@ def assign_node_gpus(config: Config, *, environ: Mapping[str, str]) -> list[str]
     return [",".join(names[i * each : (i + 1) * each]) for i in range(count)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingNode:
+    """The place of a host among several that train."""
+
+    nodes: int  #: number of these hosts
+    index: int  #: of this one
+    ranks: int  #: of this one
+    master: str  #: address of the first one, whose torchrun listens at `port` on all interfaces
+    port: int
+    interface: str  #: of this host, towards the others; "" if unknown: gloo and NCCL then choose
+
+
 def plan_trainer(
-    config: Config, *, controller: str, token: str, lease: Path, environ: Mapping[str, str]
-) -> ProcessPlan | None:
-    """Return the process that starts the ranks on this host (torchrun or `trainer.command`), or None if they are
-    external. `controller` is the address that the controller has bound."""
-    if config.trainer.external:
-        return None
+    config: Config,
+    *,
+    controller: str,
+    token: str,
+    lease: Path,
+    store: Path,
+    environ: Mapping[str, str],
+    node: TrainingNode | None = None,
+) -> ProcessPlan:
+    """Return the process that starts the ranks of this host (torchrun or `trainer.command`).
+
+    `controller`: the address that the controller has bound. `store`: a file that does not exist yet, through which the
+    ranks meet. `node`: None if all ranks are on this host. A command finds its place among several hosts in PET_NNODES,
+    PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, which a torchrun that it starts reads too.
+    """
     env = child_env(environ, lease=lease, threads=config.trainer.threads)
     env |= {"DORA_CONTROLLER": controller, "DORA_TOKEN": token}
-    env |= _COLLECTIVES
-    # Rendezvous over files: torchrun's TCP stores would listen on every interface.
-    env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    meet = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--local-addr", HOST)
-    torchrun = ("-m", "torch.distributed.run", *meet)
-    ranks = ("--nproc-per-node", str(config.trainer.ranks))
-    argv = config.trainer.command or (sys.executable, *torchrun, *ranks, "-m", "dora", "train")
+    if node is None:
+        # Rendezvous over files: torchrun's TCP stores would listen on every interface.
+        env |= _COLLECTIVES | {"DORA_STORE": str(store), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        meet: tuple[str, ...] = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--local-addr", HOST)
+    else:
+        env |= _place(node, env)
+        meet = ("--rdzv-backend", "static")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", *meet)
+    ranks = ("--nproc-per-node", str(config.trainer.ranks if node is None else node.ranks))
+    argv = config.trainer.command or (*torchrun, *ranks, "-m", "dora", "train")
     field = "trainer.command" if config.trainer.command else ""
     cause = "dora trainer: rank "  # torchrun's own report follows
     return ProcessPlan(name="trainer", argv=argv, env=env, ready_timeout_s=None, field=field, cause=cause)
+
+
+def _place(node: TrainingNode, env: Mapping[str, str]) -> dict[str, str]:
+    """Return what torchrun and the collectives read about a host among several; the container's choice of interfaces
+    stays."""
+    found = {"NNODES": node.nodes, "NODE_RANK": node.index, "MASTER_ADDR": node.master, "MASTER_PORT": node.port}
+    interfaces = {name: env.get(name, node.interface) for name in _COLLECTIVES}
+    return {f"PET_{name}": str(value) for name, value in found.items()} | {k: v for k, v in interfaces.items() if v}
 
 
 def plan_sender(config: Config, *, lease: Path, environ: Mapping[str, str]) -> ProcessPlan:

@@ -8,6 +8,8 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.node.plan import HOST
@@ -40,6 +42,17 @@ def free_port(host: str = HOST) -> int:
         with suppress(OSError), socket.create_server((host, port)) as probe:
             return int(probe.getsockname()[1])
     raise ConfigError(f"{host} has no free port")
+
+
+def interface_of(host: str) -> str:
+    """Return the network interface of this host that has the address, or one of the addresses of the name, `host`; ""
+    if none has."""
+    try:
+        wanted = {found[4][0] for found in socket.getaddrinfo(host, None)}
+    except socket.gaierror:
+        return ""
+    found = (name for name, addresses in psutil.net_if_addrs().items() if wanted & {one.address for one in addresses})
+    return next(found, "")
 
 
 def _require_free(host: str, port: int, *, field: str, who: str, host_field: str = "") -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from dora.errors import ConfigError, DoraError
@@ -29,7 +29,7 @@ class OrderedProcess:
 
     def __init__(
         self,
-        plan: Callable[[], ProcessPlan],
+        plan: Callable[[], Awaitable[ProcessPlan]],
         *,
         node: Node,
         is_well: IsWell,
@@ -70,7 +70,7 @@ class OrderedProcess:
                 self._note(None)
                 return
             self._note(ProcessState(start=start, phase="starting"))
-            self._child = child = self._node.add(self._plan(), is_well=self._is_well)
+            self._child = child = self._node.add(await self._plan(), is_well=self._is_well)
             url, key = await start_server(child, api_key=self._api_key)
             self._note(ProcessState(start=start, phase="up", url=url, key=key))
             self._note(ProcessState(start=start, phase="ended", reason=await child.ended()))

@@ -248,11 +248,15 @@ class FakeTrainer:
         self.now = now
         self.waves: list[list[MicroBatch]] = []
         self.checkpoints = 0
+        self.dropped: list[str] = []
         self.frozen = False
         self.failing_loop: Loop | None = None
 
     def loops(self) -> list[tuple[str, Loop]]:
         return [("failing", self.failing_loop)] if self.failing_loop is not None else []
+
+    async def drop_checkpoint(self, name: str) -> None:
+        self.dropped.append(name)
 
     def train(self, wave: list[MicroBatch], *, position: int) -> None:
         self.waves.append(wave)
@@ -490,6 +494,7 @@ def make_job(
             tasks=tasks,
             keep=made.keep_versions,
             holders=OwnStore(made.store),
+            drop_elsewhere=trainer.drop_checkpoint,
         ),
         fleet=fleet,
         trajectories=trajectories,

@@ -36,12 +36,16 @@ def state(seed: int) -> dict[str, torch.Tensor]:
 CHAIN = "0a1b2c3d4e5f"
 
 
-def save(parent, *, step, seed, chain=CHAIN):
-    return checkpoint.save(parent, step=step, chain=chain, tensors=state(seed), device=CPU, fence=lambda: None)
+def storage(parent, *, fence=lambda: None):
+    return checkpoint.Storage(parent=parent, ranks=(0,), device=CPU, fence=fence)
+
+
+def save(parent, *, step, seed, chain=CHAIN, fence=lambda: None):
+    return checkpoint.save(storage(parent, fence=fence), step=step, chain=chain, tensors=state(seed)).folder
 
 
 def load(*paths, tensors, may_start_over=False):
-    return checkpoint.load(paths, tensors=tensors, device=CPU, may_start_over=may_start_over, fence=lambda: None)
+    return checkpoint.load(storage(paths[0].parent), paths, tensors=tensors, may_start_over=may_start_over)
 
 
 def test_a_checkpoint_loads_what_was_saved(tmp_path):
@@ -75,7 +79,7 @@ def test_a_rank_of_a_replaced_controller_makes_no_checkpoint_visible(tmp_path):
     raise_fence(tmp_path / "epoch", epoch=1)
     fence = partial(pass_fence, tmp_path / "epoch", epoch=0)
     with pytest.raises(StaleEpoch, match="controller epoch 1 has taken over the run; this process belongs to 0"):
-        checkpoint.save(tmp_path, step=4, chain=CHAIN, tensors=state(1), device=CPU, fence=fence)
+        save(tmp_path, step=4, seed=1, fence=fence)
     assert checkpoints_in(tmp_path) == []
 
 
@@ -113,7 +117,7 @@ def lose_the_manifest(folder):
 def test_a_checkpoint_of_another_world_size_is_refused(tmp_path):
     folder = save(tmp_path, step=1, seed=1)
     manifest = json.loads((folder / "manifest.json").read_text())
-    for name in ("num_bytes", "state_checksums"):
+    for name in ("num_bytes", "state_checksums", "file_checksums"):
         manifest[name] *= 2
     (folder / "rank-1.safetensors").write_bytes((folder / "rank-0.safetensors").read_bytes())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"world_size": 2}))
