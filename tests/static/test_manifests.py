@@ -8,6 +8,7 @@ SkyPilot.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -212,3 +213,22 @@ def test_the_context_of_the_image_is_what_the_image_copies() -> None:
     copied = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     allowed = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
     assert sorted(allowed) == sorted(word for line in copied for word in line.split())
+
+
+def test_the_ssh_list_starts_a_node_on_each_host_and_the_controller_on_the_first_and_shows_no_token(
+    tmp_path: Path,
+) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f'#!/bin/bash\necho "$@" >>{tmp_path}/called\ncat >>{tmp_path}/read\n')
+    ssh.chmod(0o755)
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# two hosts\n10.0.0.1\n\n10.0.0.2\n")
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DORA_TOKEN": "secret"}
+    subprocess.run([SCRIPTS[1], hosts, "job.toml"], env=environ, check=True, capture_output=True)
+    called = (tmp_path / "called").read_text()
+    assert "secret" not in called
+    assert (tmp_path / "read").read_text() == "secret\n" * 3
+    starts = [(line.split()[2], line.endswith("dora node"), line) for line in called.splitlines()]
+    assert [start[:2] for start in starts] == [("10.0.0.1", True), ("10.0.0.2", True), ("10.0.0.1", False)]
+    assert all("DORA_CONTROLLER=10.0.0.1:8423 " in line for _, is_node, line in starts if is_node)
+    assert starts[2][2].endswith(" dora run job.toml --continue")
