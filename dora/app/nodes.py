@@ -28,8 +28,8 @@ from dora.node.cluster import Cluster, ClusterSettings
 from dora.node.place import Place
 from dora.transport.messages import CheckpointWritten
 from dora.transport.node_messages import FolderOrder, ProcessState, RanksOrder, Report, Source
-from dora.weights.arrival import VersionSource
 from dora.weights.checkpoints import read_manifest
+from dora.weights.source import VersionSource
 from dora.weights.store import Manifest, StoreError, VersionStore
 
 log = structlog.get_logger(__name__)
@@ -114,8 +114,8 @@ def connects(relay: Source) -> bool | None:
     address = urlsplit(relay.url)
     connection = HTTPConnection(address.hostname or "", address.port, timeout=REACH_TIMEOUT_S)
     try:
-        connection.request("HEAD", "/versions/0/manifest.json", headers={"Authorization": f"Bearer {relay.key}"})
-        return connection.getresponse().status in (200, 404)
+        connection.request("HEAD", "/", headers={"Authorization": f"Bearer {relay.key}"})
+        return connection.getresponse().status == 404  # 401 without the key
     except ConnectionRefusedError:
         return False
     except (OSError, HTTPException):

@@ -44,9 +44,9 @@ from dora.transport.node_messages import (
     Source,
     Welcome,
 )
-from dora.weights.arrival import VersionSource
 from dora.weights.fence import raise_fence
 from dora.weights.relay import Relay
+from dora.weights.source import VersionSource
 from dora.weights.store import Manifest, StoreError, VersionStore, choose_memory_root, claim, sweep_orphans
 
 log = structlog.get_logger(__name__)
@@ -233,10 +233,10 @@ class Member:
         orders = self._orders.ranks
         assert orders is not None, "there are orders to start them"
         for name, wanted in orders.checkpoints.items():
-            sources = [self._reachable(source) for source in wanted.sources]
+            sources = partial(tuple, tuple(map(self._reachable, wanted.sources)))
             try:
                 await self._relay.fetch_checkpoint(
-                    name, wanted.files, wanted.num_bytes, lambda sources=sources: sources, into=self._checkpoints
+                    name, wanted.files, wanted.num_bytes, sources, into=self._checkpoints
                 )
             except StoreError as err:  # the ranks take an older one
                 self._settings.tell(f"checkpoint {name} was not received: {err}")

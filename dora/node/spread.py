@@ -18,8 +18,8 @@ from dora.errors import RemoteError
 from dora.node.place import Changes, Place
 from dora.node.sources import Holding, choose
 from dora.transport.node_messages import FolderOrder, Source
-from dora.weights.arrival import VersionSource
 from dora.weights.relay import Relay
+from dora.weights.source import VersionSource
 from dora.weights.store import Manifest, StoreError, VersionStore
 
 log = structlog.get_logger(__name__)
