@@ -34,7 +34,6 @@ from dora.controller.episodes import EpisodeLimits, Episodes, NoEpisodes
 from dora.controller.fleet import ExternalServer, Fleet, FleetLimits, Server
 from dora.controller.loop import Controller
 from dora.controller.orders import Orders
-from dora.controller.published import Published
 from dora.controller.recorder import Recorder
 from dora.controller.reporters import TICK_S, Reporters
 from dora.controller.rollouts import RolloutWriter
@@ -47,13 +46,11 @@ from dora.node.plan import plan_engines, plan_sender, plan_trainer
 from dora.node.supervise import Child, Node
 from dora.transport.controller_end import ControllerEnd
 
-#: Maximum number of instances that may join at run time; connections are reserved for them.
-MAX_JOINED = 32
 REACH_TIMEOUT_S = 30.0
 
 
-def make_fleet(opened: Opened, node: Node, *, engine: InferenceEngine, lease: Path) -> Fleet:
-    """Create the fleet: external servers first, then managed ones."""
+def make_fleet(opened: Opened, node: Node, *, engine: InferenceEngine, streams: int, lease: Path) -> Fleet:
+    """Create the fleet: external servers first, then managed ones. `streams`: connections that this host allows."""
     config, model = opened.job.config, opened.job.inputs.model
     servers: list[Server] = [ExternalServer(url, engine=engine) for url in config.engine.urls]
     for plan in plan_engines(config, model=model, lease=lease, environ=os.environ):
@@ -63,7 +60,7 @@ def make_fleet(opened: Opened, node: Node, *, engine: InferenceEngine, lease: Pa
         servers,
         engine=engine,
         limits=FleetLimits(
-            instances=config.num_instances + MAX_JOINED,
+            streams=streams,
             slots=config.engine.slots,
             kv_tokens=config.engine.kv_tokens,
             context_tokens=config.longest_request,
@@ -73,6 +70,7 @@ def make_fleet(opened: Opened, node: Node, *, engine: InferenceEngine, lease: Pa
         inbox=opened.inbox,
         in_flight=opened.in_flight,
         rows=opened.job.state.instances,
+        version_of=opened.published.version_of,
         now=opened.now,
     )
 
@@ -129,15 +127,10 @@ def make_controller(
 ) -> Controller:
     """Create the controller and everything through which it acts."""
     job, config = opened.job, opened.job.config
-    published = Published(
-        opened.folder.run_id,
-        files=job.recorded.files if job.recorded is not None else {},
-        missing=opened.missing,
-    )
     ids = RequestIds(opened.folder.run_id, job.epoch)
     tasks = RunTasks()
     effects = _effects(
-        opened, engine, fleet, published, ids, graders=graders, episodes=episodes, on_push_stage=recorder.on_push_stage
+        opened, engine, fleet, ids, graders=graders, episodes=episodes, on_push_stage=recorder.on_push_stage
     )
     calls = _episodes(opened, episodes, graders) if episodes is not None else NoEpisodes()
     orders = Orders(
@@ -148,7 +141,7 @@ def make_controller(
         copies=Copies(
             opened.store,
             checkpoints=opened.folder.checkpoints,
-            published=published,
+            published=opened.published,
             window=job.state.window,
             commits=opened.commits,
             tasks=tasks,
@@ -193,7 +186,6 @@ def _effects(
     opened: Opened,
     engine: InferenceEngine,
     fleet: Fleet,
-    published: Published,
     ids: RequestIds,
     *,
     graders: Graders,
@@ -201,7 +193,7 @@ def _effects(
     on_push_stage: Callable[[InstanceId, str], None],
 ) -> Effects:
     config, inputs = opened.job.config, opened.job.inputs
-    trajectories, now = opened.trajectories, opened.now
+    trajectories, published, now = opened.trajectories, opened.published, opened.now
     sampling = Sampling(
         seed=config.run.seed,
         max_new_tokens=config.rollout.max_new_tokens,

@@ -275,7 +275,7 @@ async def test_a_server_told_to_receive_from_a_group_it_never_joined_dies(
     _, last = urls
     bucket: dict[str, Any] = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]]}
     with pytest.raises(RemoteError, match="has not joined group 'unknown'"):
-        await PushTarget(client, last).receive("unknown", **bucket, label=None, timeout_s=60)
+        await PushTarget(client, last).receive("unknown", **bucket, timeout_s=60)
     assert (await client.loads(last)).is_empty
     with pytest.raises(ServerGone):
         await client.update(
