@@ -255,7 +255,7 @@ class World:
             list(servers),
             engine=SglangEngine(engines),  # type: ignore[arg-type]
             limits=FleetLimits(
-                instances=8,
+                streams=64,
                 slots=config.slots,
                 kv_tokens=config.kv_tokens,
                 context_tokens=config.longest_request,
@@ -265,5 +265,6 @@ class World:
             inbox=opened.inbox,
             in_flight=opened.in_flight,
             rows=opened.job.state.instances,
+            version_of=opened.published.version_of,
             now=opened.now,
         )

@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 
 from dora import files
+from dora.controller.fleet import Started
 from dora.core.strategies import Pause
 from dora.engine.api import GenerateRequest, GenerateResult, OnTokens
 from dora.engine.errors import RequestRefused, ServerGone
@@ -148,9 +149,9 @@ class Server:
         self.url = url
         self._engines = engines
 
-    async def start(self) -> str:
+    async def start(self) -> Started:
         self._engines.dying[self.url] = asyncio.Event()
-        return self.url
+        return Started(self.url)
 
     async def ended(self) -> str:
         await self._engines.dying[self.url].wait()

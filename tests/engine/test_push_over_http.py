@@ -12,6 +12,7 @@ from aiohttp import web
 from scripted_server import ScriptedServer, captured, reset
 
 from dora.engine.errors import PushFailed
+from dora.engine.names import UNCONFIRMED
 from dora.engine.sglang import push as push_module
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.push import push
@@ -21,10 +22,11 @@ STAGES = {
     "drain": ("/v1/loads", 1),
     "flush": ("/flush_cache", 1),  # the last step of the drain
     "pause": ("/pause_generation", 1),
+    "label": ("/update_weight_version", 1),  # the first step of the update
     "update": ("/update_weights_from_disk", 1),
     "flush after update": ("/flush_cache", 2),
-    "read back": ("/model_info", 1),
     "continue": ("/continue_generation", 1),
+    "read back": ("/model_info", 1),
 }
 AFTER_UPDATE = {"update", "flush after update", "read back", "continue"}
 CHANGED_BUT_400 = "Weights were updated, but the cache was not flushed because requests are resident."
@@ -66,6 +68,8 @@ class PushServer:
                 return captured("GET_v1_loads.json")
             case "/model_info":
                 return {**captured("GET_model_info.json"), "weight_version": self.label}
+            case "/update_weight_version":
+                self.label = self.scripted.calls[-1][1]["new_version"]
             case "/pause_generation":
                 self.is_paused = True
             case "/continue_generation":
@@ -103,6 +107,7 @@ async def test_a_push_is_the_recommended_sequence_with_every_flag_explicit(
     assert sglang.scripted.paths() == [path for path, _ in STAGES.values()]
     bodies = dict(sglang.scripted.calls)
     assert bodies["/pause_generation"] == {"mode": "in_place"}
+    assert bodies["/update_weight_version"] == {"new_version": UNCONFIRMED, "abort_all_requests": False}
     assert bodies["/update_weights_from_disk"] == {
         "model_path": "/store/v000002",
         "weight_version": "run/2",
@@ -119,19 +124,19 @@ async def test_a_server_that_dies_during_a_push_is_doubtful_unless_it_was_not_to
     sglang.dies_at, sglang.dies_after_acting = STAGES[stage], dies_after_acting
     with pytest.raises(PushFailed, match="the connection broke off") as failed:
         await push_to(client, sglang)
-    assert failed.value.stage == ("drain" if stage == "flush" else stage)
+    assert failed.value.stage == {"flush": "drain", "label": "update"}.get(stage, stage)
     assert failed.value.doubtful is (failed.value.stage != "drain")  # from the pause on: it may have stayed paused
 
 
 async def test_a_400_after_the_weights_changed_is_doubtful_and_the_server_is_not_left_paused(
     client: EngineClient, sglang: PushServer
 ) -> None:
-    """0.5.22 and later: the weights are new, the label is old."""
+    """0.5.22 and later: the weights are new, the label is not."""
     sglang.update_status = 400
     with pytest.raises(PushFailed, match="Weights were updated, but") as failed:
         await push_to(client, sglang)
     assert (failed.value.stage, failed.value.doubtful) == ("update", True)
-    assert (sglang.weights, sglang.label, sglang.is_paused) == ("run/2", "run/1", False)
+    assert (sglang.weights, sglang.label, sglang.is_paused) == ("run/2", UNCONFIRMED, False)
 
 
 async def test_a_busy_server_is_left_as_it_was(
