@@ -11,9 +11,11 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from dora.app.episodes import EpisodeInputs
 from dora.app.managed import ManagedServer
+from dora.app.nodes import NodeRanks, NodeVersions, add_servers
 from dora.app.opening import Opened
 from dora.config.schema import Config
 from dora.controller.copies import Copies
@@ -32,6 +34,7 @@ from dora.controller.effects import (
 )
 from dora.controller.episodes import EpisodeLimits, Episodes, NoEpisodes
 from dora.controller.fleet import ExternalServer, Fleet, FleetLimits, Server
+from dora.controller.holders import Holders, OwnStore
 from dora.controller.loop import Controller
 from dora.controller.orders import Orders
 from dora.controller.recorder import Recorder
@@ -42,21 +45,32 @@ from dora.controller.trainer_link import TrainerLink
 from dora.core import commands as cmd
 from dora.core.ids import InstanceId
 from dora.engine.api import InferenceEngine
+from dora.node.cluster import Cluster
 from dora.node.plan import plan_engines, plan_sender, plan_trainer
-from dora.node.supervise import Child, Node
+from dora.node.supervise import Node
 from dora.transport.controller_end import ControllerEnd
 
 REACH_TIMEOUT_S = 30.0
 
 
-def make_fleet(opened: Opened, node: Node, *, engine: InferenceEngine, streams: int, lease: Path) -> Fleet:
+class RankProcesses(Protocol):
+    """torchrun on this host or on nodes."""
+
+    async def ended(self) -> str:
+        """Wait until one of them has ended, and return why."""
+
+
+def make_fleet(
+    opened: Opened, node: Node, *, engine: InferenceEngine, streams: int, cluster: Cluster | None, lease: Path
+) -> Fleet:
     """Create the fleet: external servers first, then managed ones. `streams`: connections that this host allows."""
     config, model = opened.job.config, opened.job.inputs.model
     servers: list[Server] = [ExternalServer(url, engine=engine) for url in config.engine.urls]
-    for plan in plan_engines(config, model=model, lease=lease, environ=os.environ):
+    plans = plan_engines(config, model=model, lease=lease, environ=os.environ) if cluster is None else []
+    for plan in plans:
         child = node.add(plan, is_well=partial(engine.is_alive, timeout_s=REACH_TIMEOUT_S))
         servers.append(ManagedServer(child, engine=engine, api_key=config.engine.api_key))
-    return Fleet(
+    fleet = Fleet(
         servers,
         engine=engine,
         limits=FleetLimits(
@@ -73,6 +87,9 @@ def make_fleet(opened: Opened, node: Node, *, engine: InferenceEngine, streams: 
         version_of=opened.published.version_of,
         now=opened.now,
     )
+    if cluster is not None:
+        add_servers(fleet, cluster, config, engine=engine)
+    return fleet
 
 
 async def enter_pushing(
@@ -88,31 +105,49 @@ async def enter_pushing(
 
 
 async def start_ranks(
-    config: Config, node: Node, stack: AsyncExitStack, *, lease: Path, now: Callable[[], float], epoch: int = 0
-) -> tuple[ControllerEnd, str, Child | None]:
-    """Listen for the ranks and start them; return the endpoint, its address, and the process (None if external)."""
-    token = config.trainer.token or secrets.token_hex(16)
-    end = ControllerEnd(
-        address=config.trainer.address, token=token, world_size=config.trainer.ranks, now=now, epoch=epoch
-    )
+    config: Config,
+    node: Node,
+    stack: AsyncExitStack,
+    *,
+    lease: Path,
+    now: Callable[[], float],
+    epoch: int = 0,
+    nodes: NodeRanks | None = None,
+) -> tuple[ControllerEnd, RankProcesses]:
+    """Listen for the ranks and start them, here or on `nodes`; return the endpoint and the processes."""
+    token, address = config.trainer.token or secrets.token_hex(16), config.trainer.address
+    if config.num_training_nodes:
+        address = f"{config.nodes.address.rpartition(':')[0]}:{address.rpartition(':')[2]}"
+    end = ControllerEnd(address=address, token=token, world_size=config.trainer.ranks, now=now, epoch=epoch)
     address = await end.start()
     stack.push_async_callback(end.close)
-    plan = plan_trainer(config, controller=address, token=token, lease=lease, environ=os.environ)
-    child = node.add(plan) if plan is not None else None
-    if child is not None:
-        await child.start()
-    return end, address, child
+    if nodes is not None:
+        await nodes.start(port=int(address.rpartition(":")[2]))
+        return end, nodes
+    store = lease.with_name(f"{lease.name}.store")
+    child = node.add(
+        plan_trainer(config, controller=address, token=token, lease=lease, store=store, environ=os.environ)
+    )
+    await child.start()
+    return end, child
 
 
 async def start_trainer(
-    opened: Opened, node: Node, stack: AsyncExitStack, *, recorder: Recorder, lease: Path
-) -> TrainerLink:
-    """Start the ranks, or wait for external ones, and return the link to them."""
+    opened: Opened,
+    node: Node,
+    stack: AsyncExitStack,
+    *,
+    recorder: Recorder,
+    cluster: Cluster | None,
+    lease: Path,
+) -> tuple[TrainerLink, RankProcesses]:
+    """Start the ranks; return the link to them, and the processes."""
     job, config = opened.job, opened.job.config
-    end, address, child = await start_ranks(config, node, stack, lease=lease, now=opened.now, epoch=job.epoch)
-    if child is None:
-        opened.tell(f"waiting for {config.trainer.ranks} trainer ranks at {address} (DORA_CONTROLLER, DORA_TOKEN)")
-    return opened.trainer_link(end, recorder, process_ended=child.ended if child is not None else None)
+    nodes = NodeRanks(cluster, opened) if cluster is not None and config.num_training_nodes else None
+    end, processes = await start_ranks(config, node, stack, lease=lease, now=opened.now, epoch=job.epoch, nodes=nodes)
+    paths = nodes.paths if nodes is not None else None
+    keep = nodes.keep if nodes is not None and nodes.are_apart else None
+    return opened.trainer_link(end, recorder, process_ended=processes.ended, paths=paths, keep=keep), processes
 
 
 def make_controller(
@@ -124,13 +159,24 @@ def make_controller(
     trainer: TrainerLink | RolloutWriter,
     recorder: Recorder,
     episodes: EpisodeInputs | None = None,
+    cluster: Cluster | None = None,
 ) -> Controller:
     """Create the controller and everything through which it acts."""
     job, config = opened.job, opened.job.config
     ids = RequestIds(opened.folder.run_id, job.epoch)
     tasks = RunTasks()
+    holders: Holders = OwnStore(opened.store)
+    if cluster is not None and config.nodes.store == "relay":
+        holders = NodeVersions(cluster, opened.store)
     effects = _effects(
-        opened, engine, fleet, ids, graders=graders, episodes=episodes, on_push_stage=recorder.on_push_stage
+        opened,
+        engine,
+        fleet,
+        holders,
+        ids,
+        graders=graders,
+        episodes=episodes,
+        on_push_stage=recorder.on_push_stage,
     )
     calls = _episodes(opened, episodes, graders) if episodes is not None else NoEpisodes()
     orders = Orders(
@@ -146,6 +192,8 @@ def make_controller(
             commits=opened.commits,
             tasks=tasks,
             keep=config.weights.keep,
+            holders=holders,
+            drop_elsewhere=trainer.drop_checkpoint if isinstance(trainer, TrainerLink) else None,
         ),
         fleet=fleet,
         trajectories=opened.trajectories,
@@ -175,7 +223,7 @@ def make_controller(
         journal=opened.journal,
         commits=opened.commits,
         trainer=trainer,
-        beside=(reporters, fleet, opened.lines),
+        beside=(reporters, fleet, opened.lines, *([cluster] if cluster is not None else [])),
         observer=recorder,
         now=opened.now,
         stop_timeout_s=config.trainer.stop_timeout_s,
@@ -186,6 +234,7 @@ def _effects(
     opened: Opened,
     engine: InferenceEngine,
     fleet: Fleet,
+    holders: Holders,
     ids: RequestIds,
     *,
     graders: Graders,
@@ -208,7 +257,7 @@ def _effects(
     return {
         cmd.Generate: StreamAttempt(engine, fleet, trajectories, published, sampling, ids, now),
         cmd.GradeTrajectory: GradeAnswer(trajectories, inputs.tokenizer, graders, budget, fails, now),
-        cmd.PushWeights: Push(engine, fleet, opened.store, published, live, timeout_s, now, on_push_stage),
+        cmd.PushWeights: Push(engine, fleet, holders, published, live, timeout_s, now, on_push_stage),
         cmd.DismissInstance: Dismiss(fleet, now),
         cmd.FetchPrompts: Fetch(inputs.stream, trajectories, now),
     }

@@ -20,9 +20,17 @@ from typing import Protocol
 import structlog
 
 from dora.app import resume as resuming
-from dora.app.build import REACH_TIMEOUT_S, enter_pushing, make_controller, make_fleet, start_trainer
+from dora.app.build import (
+    REACH_TIMEOUT_S,
+    RankProcesses,
+    enter_pushing,
+    make_controller,
+    make_fleet,
+    start_trainer,
+)
 from dora.app.episodes import EpisodeInputs, enter_inputs
 from dora.app.inputs import Inputs
+from dora.app.nodes import let_nodes_leave, open_cluster, require_token
 from dora.app.opening import Opened
 from dora.app.prepare import Job, Pacing, new_folder, prepare
 from dora.app.saved_status import saved_status
@@ -104,6 +112,7 @@ async def run_job(
     """Run a job to its end. `earlier`: the folder of the run to resume; the caller holds its lock. `trust_folder`:
     execute what that folder names even if this user has not signed its configuration."""
     require_group(config.run.group)
+    require_token(config)
     set_umask(config.run.group)
     recorded = resuming.take_up(earlier, config, trust_folder=trust_folder) if earlier is not None else None
     async with AsyncExitStack() as stack:
@@ -195,13 +204,17 @@ class _Run:
         await self._stack.enter_async_context(
             tracking(job.config.tracking, folder, node, lease=self._lease, tell=self._frontend.tell)
         )
-        fleet = make_fleet(opened, node, engine=engine, streams=self._streams, lease=self._lease)
+        cluster = await self._stack.enter_async_context(open_cluster(opened)) if job.config.nodes.expected else None
+        fleet = make_fleet(opened, node, engine=engine, streams=self._streams, cluster=cluster, lease=self._lease)
         recorder = opened.recorder(fleet, renderer=episodes.renderer if episodes is not None else None)
         trainer: TrainerLink | RolloutWriter
+        ranks: RankProcesses | None = None
         if job.rollout_only:
             trainer = opened.rollout_writer(recorder)
         else:
-            trainer = await start_trainer(opened, node, self._stack, recorder=recorder, lease=self._lease)
+            trainer, ranks = await start_trainer(
+                opened, node, self._stack, recorder=recorder, cluster=cluster, lease=self._lease
+            )
         controller = make_controller(
             opened,
             engine=await enter_pushing(self._stack, job.config, engine, logs=folder.logs, lease=self._lease),
@@ -210,13 +223,18 @@ class _Run:
             episodes=episodes,
             trainer=trainer,
             recorder=recorder,
+            cluster=cluster,
         )
         requests = MembershipRequests(fleet, state=job.state, engine=engine, inbox=opened.inbox, now=self._now)
+        if cluster is not None:
+            self._stack.push_async_callback(let_nodes_leave(cluster, requests, fleet, opened))
         status_url = await self._serve_status(recorder, requests)
         outcome = await self._watch(controller, opened.first, node, recorder, status_url)
         check_invariants(job.state)
         if isinstance(trainer, TrainerLink) and outcome.finished:
-            await _end_trainer(trainer, node, outcome.reason)
+            await _end_trainer(trainer, ranks, outcome.reason)
+        if cluster is not None and outcome.finished:
+            await cluster.end(outcome.reason)
         return self._end(outcome, recorder, opened)
 
     async def _serve_status(self, recorder: Recorder, requests: MembershipRequests) -> str:
@@ -302,14 +320,13 @@ class _Run:
         return replace(outcome, violations=violations)
 
 
-async def _end_trainer(link: TrainerLink, node: Node, reason: str) -> None:
-    """Wait until the ranks exit by themselves; the node kills those that do not."""
+async def _end_trainer(link: TrainerLink, ranks: RankProcesses | None, reason: str) -> None:
+    """Wait until the ranks exit by themselves; their node kills those that do not."""
     is_notified = await link.stop(reason)
-    child = node.children.get("trainer")
-    if child is None or not is_notified:
+    if ranks is None or not is_notified:
         return
     try:
         async with asyncio.timeout(STOP_TIMEOUT_S):
-            await child.ended()
+            await ranks.ended()
     except TimeoutError:
         log.warning("trainer_did_not_end", after_s=STOP_TIMEOUT_S)

@@ -6,21 +6,24 @@ epoch; no process has been started. The exit stack closes everything in reverse 
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version as package_version
 from pathlib import Path
 
+import msgspec
 import structlog
 
+from dora import foreign
 from dora.app import resume as resuming
-from dora.app.inputs import model_bytes, model_files, weights_digest
+from dora.app.inputs import model_files, weights_digest
 from dora.app.lost_rows import lost_rows, ranges
 from dora.app.prepare import Job
-from dora.app.settings import SPARE_VERSIONS, configure_message, drift_watch, lineage_settings
+from dora.app.settings import RankPaths, configure_message, drift_watch, lineage_settings, live_bytes
 from dora.app.trust import write_config
 from dora.config.load import dump
 from dora.config.schema import Config
@@ -39,30 +42,51 @@ from dora.core import events as ev
 from dora.core.ids import FIRST_VERSION, StepId, TrajectoryId, VersionId
 from dora.core.phases import TrajectoryPhase
 from dora.environments.renderer import Renderer
-from dora.errors import RunFailed
+from dora.errors import ConfigError, RunFailed
 from dora.journal.codec import FORMAT, Epoch, Header, Note
 from dora.journal.commits import Commits
 from dora.journal.run_folder import RunFolder
 from dora.journal.spans import read_spans, read_timeline
 from dora.journal.tokens import TokenWriter
 from dora.journal.writer import JournalWriter
+from dora.node.cluster import Known, KnownNode
 from dora.observe.episodes import EpisodeStats
 from dora.observe.facts import ShellFacts
 from dora.observe.lanes import Lanes
 from dora.observe.observed import Folded, Observed
 from dora.transport.controller_end import ControllerEnd
+from dora.transport.messages import CheckpointWritten
 from dora.weights.fence import raise_fence
 from dora.weights.store import Manifest, StoreError, VersionStore, choose_memory_root, claim, sweep_orphans
 
 log = structlog.get_logger(__name__)
 
+#: 100 bytes for each node.
+MAX_NODES_BYTES = 1 << 20
+
+
+def read_nodes(path: Path) -> Known:
+    """Return the nodes that have joined the run, by name; none if there is no file."""
+    try:
+        data = foreign.read(path, max_bytes=MAX_NODES_BYTES)
+        return msgspec.json.decode(data, type=dict[str, KnownNode])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.MsgspecError, foreign.ForeignFileError) as err:
+        raise ConfigError(f"{path}: cannot be read ({err}); delete it if all nodes are new") from err
+
 
 def open_store(config: Config, folder: RunFolder, model: Path, stack: AsyncExitStack) -> VersionStore:
-    """Open the version store: in memory if all live versions fit there, else in the run folder."""
+    """Open the version store: in memory if all live versions fit there, else in the run folder.
+
+    If the ranks are on nodes, nothing on this host reads versions, so they are only in the run folder.
+    """
+    if config.num_training_nodes:
+        return VersionStore(memory_root=folder.versions, durable_root=folder.versions)
     root = choose_memory_root(
         config.weights.memory_folder,
         run_id=folder.run_id,
-        needed_bytes=(config.max_staleness + 1 + SPARE_VERSIONS) * 2 * model_bytes(model),
+        needed_bytes=live_bytes(config, model),
         fallback=folder.versions,
         group=config.run.group,
     )
@@ -103,6 +127,7 @@ class Opened:
         self.first: list[ev.Event] = []  #: events that precede the start
         self._stack = stack
         self._can_replay = can_replay
+        self.nodes = self._known_nodes()  #: that have joined the run before
         self.missing: list[VersionId] = []  #: versions that the trainer must recompute
         sweep_orphans(job.config.weights.memory_folder, run_id=folder.run_id)
         self.store = open_store(job.config, folder, job.inputs.model, stack)
@@ -131,7 +156,8 @@ class Opened:
         )
         self.inbox = Inbox()
         self.in_flight = InFlight(self.trajectories, rows=job.state.instances)
-        raise_fence(folder.fence, epoch=job.epoch)  # before reading anything that an old rank could still change
+        self.term = job.epoch << 32 | secrets.randbits(32)  #: two copies of a run folder differ in it
+        raise_fence(folder.fence, epoch=self.term)  # before reading anything that an old rank could still change
         model_chain = base_chain(weights_digest(job.config, job.inputs.model))
         self.start = self._restore(model_chain)  #: where the trainer starts
         self.lineage = Lineage(
@@ -143,6 +169,17 @@ class Opened:
             folder.run_id, files=job.recorded.files if job.recorded is not None else {}, missing=self.missing
         )
         self._begin_journal()
+
+    def _known_nodes(self) -> Known:
+        """Read which nodes had joined, without those that have left or had another number of servers."""
+        config, removed = self.job.config, self.job.state.removed
+        if not config.nodes.expected:
+            return {}
+        return {
+            name: known
+            for name, known in read_nodes(self.folder.nodes).items()
+            if known.servers == config.servers_of_node and known.first_instance not in removed
+        }
 
     def _close_store(self) -> None:
         """Close the store, but keep and report versions that did not fit on the disk."""
@@ -200,7 +237,10 @@ class Opened:
                 replayable=tuple(calling) if self._can_replay else (),
             )
         )
-        for instance in [i for i in job.state.instances if i >= job.config.num_instances]:
+        begun = {*range(job.config.num_instances)}
+        for known in self.nodes.values():
+            begun |= {*range(known.first_instance or 0, (known.first_instance or 0) + known.servers)}
+        for instance in [i for i in job.state.instances if i not in begun]:
             self.tell(f"instance {instance} had joined at run time and is no longer in the fleet; add it again")
             self.first.append(ev.InstanceRemoved(self.now(), instance))
         return start
@@ -307,24 +347,34 @@ class Opened:
         end: ControllerEnd,
         recorder: Recorder,
         *,
-        process_ended: Callable[[], Awaitable[str]] | None,
+        process_ended: Callable[[], Awaitable[str]],
+        paths: Callable[[int], RankPaths] | None = None,
+        keep: Callable[[Mapping[int, CheckpointWritten]], Awaitable[str]] | None = None,
     ) -> TrainerLink:
-        """Create the link to the ranks that connect to `end`."""
-        job, config, folder = self.job, self.job.config, self.folder
+        """Create the link to the ranks that connect to `end`.
+
+        `paths`: the folders of each rank, if it is on another host; `keep` then copies its checkpoints.
+        """
+        job, config = self.job, self.job.config
+        here = RankPaths.here(
+            self.folder,
+            model=job.inputs.model,
+            memory_root=self.store.memory_root,
+            resume_from=self.start.folders,
+        )
         return TrainerLink(
             end=end,
             num_ranks=config.trainer.ranks,
-            configure=configure_message(
+            configure=lambda rank: configure_message(
                 config,
-                folder,
-                model=job.inputs.model,
-                memory_root=self.store.memory_root,
-                resume_from=self.start.folders,
+                paths(rank) if paths is not None else here,
+                run_id=self.folder.run_id,
                 may_start_over=self.start.may_start_over,
                 chain=self.lineage.base,
-                epoch=job.epoch,
+                epoch=self.term,
                 max_staleness=job.settings.max_lag,
             ),
+            keep=keep,
             start_timeout_s=config.trainer.start_timeout_s,
             process_ended=process_ended,
             now=self.now,

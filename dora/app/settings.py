@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import msgspec
 
+from dora.app.inputs import model_bytes
 from dora.config.schema import Config, RolloutConfig
 from dora.core.strategies import Settings, rules_of
 from dora.journal.run_folder import RunFolder
@@ -49,6 +51,12 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
         eval_every=config.eval.every,
         deterministic=trainer.device == "cpu",
     )
+
+
+def live_bytes(config: Config, model: Path) -> int:
+    """Return the size of all versions that may be live at once. A version may be twice as large as the model's files,
+    which may be in FP8."""
+    return (config.max_staleness + 1 + SPARE_VERSIONS) * 2 * model_bytes(model)
 
 
 def rollout_only_settings(settings: Settings) -> Settings:
@@ -128,31 +136,57 @@ def lineage_settings(config: Config) -> bytes:
     return msgspec.json.encode({k: v for k, v in settings.items() if k not in without}, order="sorted")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPaths:
+    """What a rank reads and writes, as absolute paths on its host."""
+
+    model: Path
+    memory_root: Path
+    durable_root: Path
+    checkpoints: Path  #: folder of this run's checkpoints
+    fence: Path
+    resume_from: tuple[Path, ...] = ()  #: checkpoints, best first
+    ranks_here: tuple[int, ...] = ()  #: ranks with the same `checkpoints`; (): all
+    owns_checkpoints: bool = False  #: whether the controller cannot delete in `checkpoints`
+
+    @classmethod
+    def here(cls, folder: RunFolder, *, model: Path, memory_root: Path, resume_from: Sequence[Path] = ()) -> Self:
+        """Return the paths of ranks on the controller's host."""
+        return cls(
+            model=model,
+            memory_root=memory_root.resolve(),
+            durable_root=folder.versions.resolve(),
+            checkpoints=folder.checkpoints.resolve(),
+            fence=folder.fence.resolve(),
+            resume_from=tuple(path.resolve() for path in resume_from),
+        )
+
+
 def configure_message(
     config: Config,
-    folder: RunFolder,
+    paths: RankPaths,
     *,
-    model: Path,
-    memory_root: Path,
-    resume_from: Sequence[Path],
+    run_id: str,
     may_start_over: bool,
     chain: str,
     epoch: int,
     max_staleness: int,
 ) -> Configure:
-    """Return the first message to every rank."""
+    """Return the first message to a rank."""
     return Configure(
-        run_id=folder.run_id,
-        model_path=str(model),
+        run_id=run_id,
+        model_path=str(paths.model),
         settings=trainer_settings(config, max_staleness=max_staleness),
-        memory_root=str(memory_root.resolve()),
-        durable_root=str(folder.versions.resolve()),
-        checkpoints=str(folder.checkpoints.resolve()),
-        resume_from=tuple(str(path.resolve()) for path in resume_from),
+        memory_root=str(paths.memory_root),
+        durable_root=str(paths.durable_root),
+        checkpoints=str(paths.checkpoints),
+        resume_from=tuple(map(str, paths.resume_from)),
+        ranks_here=paths.ranks_here,
+        owns_checkpoints=paths.owns_checkpoints,
         may_start_over=may_start_over,
         chain=chain,
         epoch=epoch,
-        fence=str(folder.fence.resolve()),
+        fence=str(paths.fence),
     )
 
 

@@ -19,7 +19,7 @@ from dora.app.build import start_ranks
 from dora.app.episodes import enter_inputs
 from dora.app.inputs import weights_digest
 from dora.app.prepare import new_folder
-from dora.app.settings import configure_message, drift_watch, lineage_settings
+from dora.app.settings import RankPaths, configure_message, drift_watch, lineage_settings
 from dora.config.schema import Config, EngineConfig
 from dora.controller.lineage import Lineage, base_chain
 from dora.controller.recorder import log_changes
@@ -88,23 +88,21 @@ async def train(config: Config, rollouts: Path, *, report: Callable[[StepReport,
     async with AsyncExitStack() as stack:
         stack.callback(folder.remove_leases)
         node = await stack.enter_async_context(Node(logs=folder.logs, lease=lease))
-        end, _, child = await start_ranks(config, node, stack, lease=lease, now=time.monotonic)
+        end, child = await start_ranks(config, node, stack, lease=lease, now=time.monotonic)
         link = TrainerLink(
             end=end,
             num_ranks=config.trainer.ranks,
-            configure=configure_message(
+            configure=lambda rank: configure_message(
                 config,
-                folder,
-                model=inputs.model,
-                memory_root=folder.versions,
-                resume_from=(),
+                RankPaths.here(folder, model=inputs.model, memory_root=folder.versions),
+                run_id=folder.run_id,
                 may_start_over=True,
                 chain=model_chain,
                 epoch=0,
                 max_staleness=len(rollout),
             ),
             start_timeout_s=config.trainer.start_timeout_s,
-            process_ended=child.ended if child is not None else None,
+            process_ended=child.ended,
             now=time.monotonic,
             emit=listener.on_event,
             on_ready=lambda num_ready: None,

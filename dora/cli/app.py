@@ -93,6 +93,14 @@ def run(
     resume: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Continue the run in this folder, with its own configuration.")
     ] = None,
+    or_continue: Annotated[
+        bool,
+        typer.Option(
+            "--continue",
+            help="Continue the newest run of this run.name in run.folder, as --resume does, or start it if there is "
+            "none. One that has reached its end is left alone. For schedulers, which repeat a command after a failure.",
+        ),
+    ] = False,
     accept_changes: Annotated[
         bool,
         typer.Option("--accept-changes", help="With --resume: allow changes of settings that alter the experiment."),
@@ -117,6 +125,7 @@ def run(
         config,
         overrides or [],
         resume=resume,
+        or_continue=or_continue,
         accept_changes=accept_changes,
         trust_folder=trust_folder,
         rollout_only=rollout_only,
@@ -396,6 +405,38 @@ def serve(
         seed=seed,
         dialect=dialect,
     )
+
+
+@app.command()
+def node(
+    controller: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT,...", help="Where the controller listens for nodes (default: DORA_CONTROLLER)."
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File with the run's token (default: DORA_TOKEN or DORA_TOKEN_FILE)."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of this node, the same after a restart (default: the host name).")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Address of this node for others (default: that of the interface to the controller)."),
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder for logs, and for versions without room in memory.")
+    ] = Path("node"),
+) -> None:
+    """Join a run as a node: start its servers or ranks here, until the run is over.
+
+    SIGTERM has a node without ranks leave the run, once its answers have moved or ended.
+    """
+    from dora.cli.node import node as command
+
+    command(controller, token_file=token_file, name=name, address=address, folder=folder)
 
 
 @app.command()

@@ -51,6 +51,9 @@ _WANTED = {
 #: Types of errors about a value that is none of several choices.
 _ONE_OF = ("literal_error", "union_tag_invalid")
 
+#: Maximum size of a file with a secret.
+MAX_SECRET_BYTES = 4_096
+
 #: Similarity (0 to 1) from which a key of another section is suggested; high, because short words are often similar.
 _MIN_SIMILARITY = 0.85
 
@@ -242,11 +245,25 @@ def _secrets() -> Iterator[tuple[str, str, FieldInfo]]:
 
 
 def add_secrets(data: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Add the secrets in `environ` to the sections that `data` has."""
+    """Add the secrets in `environ`, or in the files that it names, to the sections that `data` has."""
     for section, name, field in _secrets():
-        value = environ.get(_environment(field))
+        value = read_secret(_environment(field), environ)
         if value and isinstance(data.get(section), dict):
             data[section][name] = value
+
+
+def read_secret(variable: str, environ: Mapping[str, str]) -> str | None:
+    """Return a variable, or the text of the file that `<variable>_FILE` names, without surrounding space."""
+    if value := environ.get(variable):
+        return value
+    if not (file := environ.get(f"{variable}_FILE")):
+        return None
+    try:
+        with open(file, encoding="utf-8") as secret:
+            return secret.read(MAX_SECRET_BYTES).strip() or None
+    except (OSError, UnicodeDecodeError) as err:
+        reason = err.strerror if isinstance(err, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{variable}_FILE: {file} cannot be read ({reason})") from err
 
 
 def _environment(field: FieldInfo) -> str:

@@ -33,6 +33,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _optimizer_problems(config)
     yield from _capacity_problems(config)
     yield from _address_problems(config)
+    yield from _node_problems(config)
     yield from _template_problems(config)
     yield from _evaluation_problems(config)
     yield from _reward_problems(config)
@@ -107,8 +108,33 @@ def _address_problems(config: Config) -> Iterator[str]:
         yield "engine.instances: 0 leaves the run without a server; raise it or give engine.urls"
     if not _LISTEN_ADDRESS.fullmatch(config.trainer.address):
         yield f"trainer.address: cannot listen on {config.trainer.address}; write it as tcp://HOST:PORT"
-    if config.trainer.external and config.trainer.token is None:
-        yield "trainer.external: external ranks need the run's token; set DORA_TOKEN here and in their environment"
+
+
+def _node_problems(config: Config) -> Iterator[str]:
+    nodes, training = config.nodes, config.num_training_nodes
+    if not nodes.expected:
+        return
+    if not _LISTEN_ADDRESS.fullmatch(nodes.address):
+        yield f"nodes.address: cannot listen on {nodes.address}; write it as tcp://HOST:PORT"
+    if config.max_nodes < nodes.expected:
+        yield f"nodes.max: {nodes.max} is less than nodes.expected ({nodes.expected})"
+    if training > nodes.expected:
+        yield f"nodes.train: {training} of {nodes.expected} nodes (nodes.expected) cannot train"
+    elif training == nodes.expected and not config.engine.urls:
+        yield (
+            f"nodes.expected: {training} nodes train and none is left to roll out; raise it, or lower nodes.train "
+            "(0: the ranks run on this host)"
+        )
+    if training and config.trainer.ranks % training:
+        yield f"nodes.train: {config.trainer.ranks} trainer.ranks cannot be divided equally among {training} nodes"
+    if config.engine.instances is not None:
+        yield "engine.instances: with nodes, nodes.servers says how many servers each has; remove it"
+    if config.engine.gpus:
+        yield "engine.gpus: with nodes, the GPUs of a node are divided among its servers; remove it"
+    if nodes.store == "relay" and config.weights.transfer == "distributed":
+        yield "weights.transfer: distributed needs nodes.store = shared: senders read this host's folder"
+    if nodes.deltas and config.trainer.publish_dtype == "float32":
+        yield "nodes.deltas: differences of float32 weights are half as large as the weights; set it to 0"
 
 
 def _template_problems(config: Config) -> Iterator[str]:

@@ -26,6 +26,9 @@ DEFAULT_INSTANCES = 4
 #: What an embedded engine that the run starts is given.
 EMBEDDED_SLOTS = 24
 EMBEDDED_KV_TOKENS = 16_384
+MAX_NODES = 1 << 12
+#: Number of servers of a node without GPUs.
+CPU_NODE_SERVERS = 2
 #: What the prompts of the default job ask for.
 SUMS = "Sums: a3b4c2= asks for 3 + 4 + 2; answers that end in 09 are right."
 
@@ -158,15 +161,14 @@ class TrainerConfig(Section):
     """The torchrun trainer and its optimizer."""
 
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 2
-    """Number of trainer processes started on this host."""
+    """Number of trainer processes, on this host or, in equal numbers, on nodes (`nodes.train`)."""
     command: tuple[str, ...] = ()
-    """Command that starts all ranks on this host in place of torchrun, as a list of arguments. The environment
-    variables DORA_CONTROLLER (address) and DORA_TOKEN tell it how to reach the run."""
-    external: bool = False
-    """The run starts no ranks. Start them yourself, with DORA_CONTROLLER (address) and DORA_TOKEN in their
-    environment."""
+    """Command that starts all ranks of a host in place of torchrun, as a list of arguments. The environment variables
+    DORA_CONTROLLER (address) and DORA_TOKEN tell it how to reach the run. With ranks on several nodes, PET_NNODES,
+    PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT tell it its place, as they tell torchrun."""
     token: str | None = secret("DORA_TOKEN")
-    """Secret shared by the controller and its ranks. Unset: one is generated for every run. External ranks need it."""
+    """Secret shared by the controller, its ranks and its nodes. Unset: one is generated for every run, which nodes
+    could not know."""
     address: str = "tcp://127.0.0.1:0"
     """Address on which the controller listens for ranks; port 0 picks a free port."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -419,6 +421,38 @@ class EvalConfig(Section):
     skipped, and the log, the metrics and the status say so."""
 
 
+class NodesConfig(Section):
+    """Further machines, each of which runs `dora node` (docs/CLUSTER.md)."""
+
+    expected: Annotated[int, Field(ge=0, le=MAX_NODES)] = 0
+    """Number of nodes that the run is planned for. It starts once the nodes that train, and enough others for K + 1
+    instances, have joined. 0: everything runs on this host."""
+    max: Annotated[int, Field(ge=1, le=MAX_NODES)] | None = None
+    """Maximum number of nodes; more than `expected` may join and leave while the run goes on. Unset: `expected`."""
+    train: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Number of nodes with trainer ranks and no servers. `auto`: as many as `trainer.ranks` need with `gpus` each, or
+    one on the CPU. 0: the ranks run on this host."""
+    gpus: Positive = 8
+    """GPUs of a node. They are divided among its servers, or each has a rank."""
+    servers: Positive | None = None
+    """Number of servers on a node without ranks. Unset: `gpus` ÷ `engine.tensor_parallel`, or 2 on the CPU."""
+    address: str = "tcp://127.0.0.1:8423"
+    """Address on which this process listens for nodes. They find it by DORA_CONTROLLER (HOST:PORT), and need its
+    DORA_TOKEN. Ranks on nodes connect to the same host, at the port of `trainer.address`."""
+    store: Literal["relay", "shared"] = "relay"
+    """How versions reach the nodes. `relay`: each node has a copy in memory, and passes it on to others. `shared`: the
+    run folder is on a file system that all nodes see at the same path."""
+    deltas: Annotated[int, Field(ge=0)] = 0
+    """Every how many versions a whole one is sent; in between only differences are. It saves bandwidth, not time on
+    fast networks, and needs a 16-bit `trainer.publish_dtype`. 0: all are sent whole."""
+    checkpoints: Path | None = None
+    """Folder for the trainer's checkpoints, on storage that all nodes with ranks see at this path. Unset: the run
+    folder, to which the files of each rank are copied."""
+    lease_s: Seconds = 120.0
+    """A node that hears from no controller for this long ends all its processes. A controller gives up the processes of
+    a node that it has not heard from for this long."""
+
+
 class WeightsConfig(Section):
     """The version store."""
 
@@ -486,6 +520,7 @@ class Config(Section):
     environment: EnvironmentConfig = EnvironmentConfig()
     eval: EvalConfig = EvalConfig()
     weights: WeightsConfig = WeightsConfig()
+    nodes: NodesConfig = NodesConfig()
     status: StatusConfig = StatusConfig()
     log: LogConfig = LogConfig()
     tracking: TrackingConfig = TrackingConfig()
@@ -529,8 +564,30 @@ class Config(Section):
         return self.num_managed > 0 and self.engine.kind == "embedded" and not self.engine.command
 
     @property
+    def num_training_nodes(self) -> int:
+        """Number of nodes that have ranks; they take the first places."""
+        nodes, trainer = self.nodes, self.trainer
+        if not nodes.expected or nodes.train != "auto":
+            return 0 if nodes.train == "auto" else nodes.train
+        return -(-trainer.ranks // nodes.gpus) if trainer.device == "cuda" else 1
+
+    @property
+    def max_nodes(self) -> int:
+        return self.nodes.max or self.nodes.expected
+
+    @property
+    def servers_of_node(self) -> int:
+        """Number of servers of a node without ranks."""
+        nodes, engine = self.nodes, self.engine
+        return nodes.servers or (
+            max(1, nodes.gpus // engine.tensor_parallel) if engine.device == "cuda" else CPU_NODE_SERVERS
+        )
+
+    @property
     def num_managed(self) -> int:
         """Number of servers that the run starts."""
+        if self.nodes.expected:
+            return self.servers_of_node * (self.nodes.expected - self.num_training_nodes)
         if self.engine.instances is not None:
             return self.engine.instances
         return 0 if self.engine.urls else DEFAULT_INSTANCES

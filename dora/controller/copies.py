@@ -8,11 +8,13 @@ At a shutdown these tasks are completed, not cancelled.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
 import structlog
 
+from dora.controller.holders import Holders
 from dora.controller.published import Published
 from dora.controller.run_tasks import RunTasks
 from dora.core import commands as cmd
@@ -21,7 +23,7 @@ from dora.core.ids import VersionId
 from dora.core.versions import Window
 from dora.journal.commits import Commits
 from dora.weights.checkpoints import drop
-from dora.weights.store import StoreError, StoreFull, VersionLost, VersionStore
+from dora.weights.store import Manifest, StoreError, StoreFull, VersionLost, VersionStore
 
 log = structlog.get_logger(__name__)
 
@@ -46,9 +48,12 @@ class Copies:
         commits: Commits,
         tasks: RunTasks,
         keep: int,
+        holders: Holders,
+        drop_elsewhere: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         """`checkpoints`: the folder of all checkpoints. `window`: the core's versions, which are all needed. `keep`:
-        number of newest versions whose durable copies are kept although nothing needs them; 0: all."""
+        number of newest versions whose durable copies are kept although nothing needs them; 0: all. `drop_elsewhere`:
+        deletes a checkpoint, by the name of its folder, on the hosts of the ranks."""
         self._store = store
         self._checkpoints = checkpoints
         self._published = published
@@ -56,6 +61,8 @@ class Copies:
         self._commits = commits
         self._tasks = tasks
         self._keep = keep
+        self._holders = holders
+        self._drop_elsewhere = drop_elsewhere
         self._copies: dict[VersionId, asyncio.Task[None]] = {}  # in progress, by version
         self._gives_up_at: float | None = None  # by the event loop's clock; None until the run ends
         self._only_in_memory: set[VersionId] = set()  # versions for which there was no space until the end
@@ -67,6 +74,8 @@ class Copies:
         if event.differs:
             log.warning("replayed_version_differs", version=event.version, checksum=event.differs)
         if event.files:
+            if is_needed or self._keeps(event.version):
+                self._holders.hold(Manifest(event.version, event.files, event.num_bytes, event.chain))
             keeping = self._keep_version(event.version, is_needed=is_needed, position=position)
             self._copies[event.version] = self._tasks.finishing(keeping, name=f"keep-{event.version}")
 
@@ -102,6 +111,7 @@ class Copies:
     async def _copy(self, version: VersionId) -> None:
         """Make a durable copy for a resume and the audit; on failure, log an error and let the run continue."""
         pause_s = COPY_PAUSE_S
+        await self._holders.fetch(version)
         while self._keeps(version):
             try:
                 await asyncio.to_thread(self._store.copy_durable, version)
@@ -134,6 +144,7 @@ class Copies:
         await self._prune()
 
     async def _release(self, version: VersionId) -> None:
+        self._holders.release(version)
         if version not in self._only_in_memory:
             await asyncio.to_thread(self._store.release, version)
 
@@ -143,6 +154,8 @@ class Copies:
             await asyncio.to_thread(drop, self._checkpoints / Path(order.folder).name)
         except OSError as err:
             log.warning("checkpoint_not_deleted", folder=order.folder, reason=str(err))
+        if self._drop_elsewhere is not None:
+            await self._drop_elsewhere(Path(order.folder).name)
 
     def _keeps(self, version: int) -> bool:
         """Whether a durable copy is kept: the version is needed, or among the newest `weights.keep`."""

@@ -18,6 +18,7 @@ import structlog
 from dora.controller.batches import build_wave
 from dora.controller.evaluations import Evaluations
 from dora.controller.fleet import Fleet
+from dora.controller.holders import Holders
 from dora.controller.lineage import Lineage
 from dora.controller.published import Published
 from dora.controller.trajectories import Trajectories, TrajectoryRecord
@@ -36,7 +37,7 @@ from dora.tasks.prompts import Prompt, PromptStream
 from dora.tasks.rewards import GradeRequest
 from dora.tasks.tokenizer import Tokenizer
 from dora.transport.messages import MicroBatch
-from dora.weights.store import StoreError, VersionStore
+from dora.weights.store import StoreError
 
 log = structlog.get_logger(__name__)
 
@@ -258,7 +259,7 @@ class Push:
 
     engine: InferenceEngine
     fleet: Fleet
-    store: VersionStore
+    holders: Holders
     published: Published
     live: Pause | None  # how a server with live requests is paused; None: no server with live requests gets a push
     timeout_s: float
@@ -271,7 +272,7 @@ class Push:
             if url is None:
                 raise RemoteError(f"instance {order.instance} is down")
             await self.published.available(order.version)
-            folder = await asyncio.to_thread(self.store.folder, order.version)
+            folder = await self.holders.folder(order.instance, order.version)
             label = self.published.label(order.version)
             on_stage = partial(self.on_stage, order.instance)
             await self.engine.push(

@@ -169,6 +169,18 @@ class Fleet:
         self._start_keeper(instance)
         return instance
 
+    def add(self, server: Server, *, instance: InstanceId | None = None) -> InstanceId:
+        """Add a server of a node, as this instance or as a further one."""
+        if instance is None:
+            instance = self._next
+        self._next = InstanceId(max(self._next, instance + 1))
+        member = self._members[instance] = _Member(server)
+        if instance in self._rows:
+            member.incarnation = self._rows[instance].incarnation
+        if self._keepers is not None:
+            self._start_keeper(instance)
+        return instance
+
     def find(self, url: str) -> InstanceId | None:
         """Return the instance at this address."""
         for instance, member in self._members.items():

@@ -1,18 +1,21 @@
 """The controller's link to the trainer: it configures all ranks, sends waves, and converts messages into events.
 
 Invariant: an event about a wave or step is emitted once, after all ranks have completed the wave, in the order wave,
-step, version. So a fast rank 0 is never ahead of the others in the journal.
+step, version. So a fast rank 0 is never ahead of the others in the journal. The event of a checkpoint is emitted after
+the first rank of each folder has reported its files, and after `keep` has copied them.
 
 The start loop sends Configure after HELLO of all ranks, and ends with their `RankReady`. The sender loop sends waves,
-waiting for space in each rank's window. The receiver loop handles the messages of all ranks until it is cancelled.
+waiting for space in each rank's window. The receiver loop handles the messages of all ranks until it is cancelled. The
+keeper loop copies checkpoints, one at a time, so that training goes on meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from dora.controller.lineage import Lineage
@@ -50,9 +53,9 @@ class TrainerLink:
 
     end: ControllerEnd
     num_ranks: int
-    configure: wire.Configure
+    configure: Callable[[int], wire.Configure]  # receives the rank
     start_timeout_s: float
-    process_ended: Callable[[], Awaitable[str]] | None  # None if the ranks are external
+    process_ended: Callable[[], Awaitable[str]]
     now: Callable[[], float]
     emit: Callable[[ev.Event], Awaitable[None]]
     on_ready: Callable[[int], None]  # receives the number of ranks that are ready
@@ -62,6 +65,9 @@ class TrainerLink:
     tell: Callable[[str], None]  # shows a line to the user
     spans: RankObserver | None = None
     on_logprobs: Callable[[wire.TrainerLogprobs], None] = lambda message: None
+    #: Copies a checkpoint to where a resume finds it, given the report of each folder by its first rank; returns the
+    #: folder of the copy. None: it is there already.
+    keep: Callable[[Mapping[int, wire.CheckpointWritten]], Awaitable[str]] | None = None
     _outbox: asyncio.Queue[tuple[int, list[wire.MicroBatch]]] = field(
         default_factory=lambda: asyncio.Queue(OUTBOX_SIZE)
     )
@@ -72,6 +78,10 @@ class TrainerLink:
     _script: deque[wire.ToController] = field(default_factory=deque)  # messages of rank 0 without an event yet
     _all_ready: asyncio.Event = field(default_factory=asyncio.Event)
     _checkpoint: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Reports of checkpoints without an event yet, by the first rank of their folder.
+    _written: dict[int, deque[wire.CheckpointWritten]] = field(default_factory=lambda: {0: deque()})
+    _owners: list[int] = field(default_factory=list)  # first ranks that delete checkpoints on our behalf
+    _to_keep: asyncio.Queue[dict[int, wire.CheckpointWritten]] = field(default_factory=asyncio.Queue)
 
     def train(self, wave: list[wire.MicroBatch], *, position: int) -> None:
         """Queue one micro-batch per rank, to be sent once the journal is on the disk up to `position`."""
@@ -81,14 +91,20 @@ class TrainerLink:
         """Return the named coroutines to run together with the controller."""
         loops: list[tuple[str, Coroutine[Any, Any, None]]] = [("trainer-start", self.start_ranks())]
         loops += [("trainer-sender", self.send_waves()), ("trainer-receiver", self.receive_messages())]
-        return [*loops, ("trainer-process", self._watch())] if self.process_ended is not None else loops
+        if self.keep is not None:
+            loops.append(("trainer-keeper", self.keep_checkpoints(self.keep)))
+        return [*loops, ("trainer-process", self._watch())]
 
     async def start_ranks(self) -> None:
         """Wait for all ranks, configure them, and wait until they are ready."""
         try:
             await self.end.wait_ready(self.start_timeout_s)
             for rank in range(self.num_ranks):
-                await self.end.send(rank, self.configure)
+                order = self.configure(rank)
+                if rank == (order.ranks_here or (0,))[0]:
+                    self._written[rank] = deque()
+                    self._owners += [rank] * order.owns_checkpoints
+                await self.end.send(rank, order)
             async with asyncio.timeout(self.start_timeout_s):
                 await self._all_ready.wait()
         except RemoteError as err:
@@ -131,11 +147,37 @@ class TrainerLink:
                     if rank == 0:
                         self._script.append(message)
                     await self._emit_script()
-                case wire.StepDone() | wire.VersionWritten() | wire.CheckpointWritten():
+                case wire.CheckpointWritten() if rank not in self._written:
+                    raise RunFailed(f"trainer rank {rank}: reported a checkpoint, but has no folder of its own")
+                case wire.CheckpointWritten():
+                    self._written[rank].append(message)
+                    if rank == 0:
+                        self._script.append(message)
+                    await self._emit_script()
+                case wire.StepDone() | wire.VersionWritten():
                     self._script.append(message)
                     await self._emit_script()
                 case wire.TrainerFailed():
                     raise RunFailed(f"trainer rank {message.rank}: {message.reason}")
+
+    async def keep_checkpoints(self, keep: Callable[[Mapping[int, wire.CheckpointWritten]], Awaitable[str]]) -> None:
+        """Copy checkpoints (the keeper loop). Of those that wait, only the newest is copied and the others are deleted,
+        so that ranks may write faster than this loop copies."""
+        while True:
+            reports = await self._to_keep.get()
+            while not self._to_keep.empty():
+                name, reports = Path(reports[0].folder).name, self._to_keep.get_nowait()
+                if name != Path(reports[0].folder).name:
+                    await self.drop_checkpoint(name)
+            await self._emit_checkpoint(reports[0], folder=await keep(reports))
+
+    async def drop_checkpoint(self, name: str) -> None:
+        """Have the ranks delete a checkpoint in the folders that they own."""
+        if (
+            self._all_ready.is_set()
+        ):  # otherwise they may not be told yet; what is unknown is deleted at their next start
+            for rank in self._owners:
+                await self.end.send(rank, wire.DeleteCheckpoint(name=name))
 
     async def checkpoint(self, *, timeout_s: float) -> bool:
         """Request a checkpoint of the last step and wait for it; False after `timeout_s`."""
@@ -161,7 +203,6 @@ class TrainerLink:
 
     async def _watch(self) -> None:
         """Fail the run when the trainer's process ends."""
-        assert self.process_ended is not None
         reason = await self.process_ended()
         await asyncio.sleep(LAST_WORDS_S)  # a last message of a rank gives a better reason
         raise RunFailed(reason)
@@ -185,9 +226,12 @@ class TrainerLink:
         await self.emit(ev.TrainerReady(self.now(), steps.pop()))
 
     async def _emit_script(self) -> None:
-        """Emit events in the order of rank 0's messages; the event of a wave waits for all ranks to complete it."""
+        """Emit events in the order of rank 0's messages; the event of a wave waits for all ranks to complete it, and
+        that of a checkpoint for the reports of all folders."""
         while self._script:
             message = self._script[0]
+            if isinstance(message, wire.CheckpointWritten) and not all(self._written.values()):
+                return
             if isinstance(message, wire.MicroBatchDone):
                 if min(self._waves_done) <= self._waves_emitted:
                     return
@@ -204,9 +248,7 @@ class TrainerLink:
                 self.on_step(StepReport(message.step, dict(message.metrics)))
                 await self.emit(ev.StepTrained(self.now(), message.step, message.chain))
             case wire.CheckpointWritten():
-                self._require_chain(message.chain, step=StepId(message.step - 1), what=f"checkpoint {message.folder}")
-                await self.emit(ev.CheckpointSaved(self.now(), message.step, message.folder, message.chain))
-                self._checkpoint.set()
+                await self._on_checkpoint({rank: reports.popleft() for rank, reports in self._written.items()})
             case wire.VersionWritten():
                 self._require_chain(message.chain, step=StepId(message.version - 1), what=f"version {message.version}")
                 await self.emit(
@@ -219,6 +261,21 @@ class TrainerLink:
                         message.differs,
                     )
                 )
+
+    async def _on_checkpoint(self, reports: dict[int, wire.CheckpointWritten]) -> None:
+        for report in reports.values():
+            step, folder = StepId(report.step - 1), Path(report.folder)
+            self._require_chain(report.chain, step=step, what=f"checkpoint {folder}")
+            if folder.name != Path(reports[0].folder).name:
+                raise RunFailed(f"the trainer's hosts have different checkpoints: {reports[0].folder} and {folder}")
+        if self.keep is None:
+            await self._emit_checkpoint(reports[0], folder=reports[0].folder)
+        else:
+            self._to_keep.put_nowait(reports)
+
+    async def _emit_checkpoint(self, message: wire.CheckpointWritten, *, folder: str) -> None:
+        await self.emit(ev.CheckpointSaved(self.now(), message.step, folder, message.chain))
+        self._checkpoint.set()
 
     def _require_chain(self, chain: str, *, step: StepId, what: str) -> None:
         """RunFailed unless the ranks' output has the chain of the waves sent to them."""

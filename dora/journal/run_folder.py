@@ -39,6 +39,7 @@ class RunFolder:
         self.log = root / "log.jsonl"
         self.status_token = root / "status-token"  #: random, readable by its owner only
         self.status = root / "status.json"  #: the last status, for `dora status DIR`
+        self.nodes = root / "nodes.json"  #: the place of each node by its name
         self.lock = root / "lock"  #: held by the process that may write here
         self.fence = root / "epoch"  #: epoch of the controller whose ranks may publish and save
         self.checkpoints = root / "checkpoints"  #: of the trainer
@@ -69,7 +70,7 @@ class RunFolder:
     def _files(self) -> tuple[Path, ...]:
         return (
             *(self.config, self.journal, self.tokens, self.metrics, self.trajectories, self.spans, self.timeline),
-            *(self.log, self.status_token, self.status, self.lock, self.fence, *self.root.glob("lease-*")),
+            *(self.log, self.status_token, self.status, self.nodes, self.lock, self.fence, *self.root.glob("lease-*")),
         )
 
     @property
@@ -127,6 +128,13 @@ class RunFolder:
         except OSError as err:
             raise ConfigError(f"run.folder: cannot create {parent / run_id}: {err.strerror}") from err
         return folder
+
+    @classmethod
+    def newest(cls, parent: Path, *, name: str) -> Path | None:
+        """Return the newest run of this name under `parent` that has begun a journal; None if there is none."""
+        run_id = re.compile(rf"{re.escape(name)}-\d{{8}}-\d{{6}}-[0-9a-f]{{4}}")
+        begun = [path for path in parent.glob("*") if run_id.fullmatch(path.name) and cls(path).journal.is_file()]
+        return max(begun, key=lambda path: path.name, default=None)
 
     @classmethod
     def require_possible(cls, parent: Path) -> None:

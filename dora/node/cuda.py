@@ -22,7 +22,7 @@ def require_cuda(config: Config, *, environ: Mapping[str, str]) -> None:
     ranks, engines = _ranks(config), _engine_devices(config, environ=environ)
     if not ranks and not engines:
         return
-    found = _num_devices(environ)
+    found = num_devices(environ)
     if ranks > found:
         raise ConfigError(
             f"trainer.device: {ranks} ranks need a CUDA device each, but torch can use {found} here; "
@@ -37,7 +37,7 @@ def require_cuda(config: Config, *, environ: Mapping[str, str]) -> None:
 
 def _ranks(config: Config) -> int:
     trainer = config.trainer
-    is_checked = trainer.device == "cuda" and not trainer.external and not trainer.command
+    is_checked = trainer.device == "cuda" and not config.num_training_nodes and not trainer.command
     return trainer.ranks if is_checked else 0
 
 
@@ -50,7 +50,7 @@ def _engine_devices(config: Config, *, environ: Mapping[str, str]) -> int:
     return 1 + max((visible.index(name) if name in visible else int(name) for name in named), default=0)
 
 
-def _num_devices(environ: Mapping[str, str]) -> int:
+def num_devices(environ: Mapping[str, str]) -> int:
     counted = subprocess.run(
         [sys.executable, "-c", _COUNT],
         env=dict(environ),

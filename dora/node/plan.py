@@ -1,4 +1,4 @@
-"""The processes that a run needs on this host, as a pure function of the config and a few addresses.
+"""The processes that a run needs on one host, as a pure function of the config and a few addresses.
 
 Invariant: no secret is on a command line, which every user of the machine can read. A child's environment is that of
 the parent without its DORA_ variables, plus what the child needs.
@@ -40,24 +40,53 @@ class ProcessPlan:
 
 
 def plan_engines(config: Config, *, model: Path, lease: Path, environ: Mapping[str, str]) -> list[ProcessPlan]:
-    """Return the managed servers in the order of their instances, which follow the external ones.
+    """Return the servers that the run starts on this host, in the order of their instances, which follow the external
+    ones.
 
     Each server gets its API key when it is started.
     """
+    each = assign_gpus(config, environ=environ)
+    return _engines(config, each, first=len(config.engine.urls), host=HOST, model=model, lease=lease, environ=environ)
+
+
+def plan_node_engines(
+    config: Config, *, first: int, host: str, model: Path, lease: Path, environ: Mapping[str, str]
+) -> list[ProcessPlan]:
+    """Return the servers of a node that rolls out, from instance `first` on. They listen on `host`."""
+    each = assign_node_gpus(config, environ=environ)
+    return _engines(config, each, first=first, host=host, model=model, lease=lease, environ=environ)
+
+
+def _engines(
+    config: Config,
+    gpus: Sequence[str],
+    *,
+    first: int,
+    host: str,
+    model: Path,
+    lease: Path,
+    environ: Mapping[str, str],
+) -> list[ProcessPlan]:
     engine = config.engine
     env = _COLLECTIVES | child_env(environ, lease=lease, threads=engine.threads) | engine.environment
     return [
-        _engine(config, index=index, model=model, env=env | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}))
-        for index, gpus in enumerate(assign_gpus(config, environ=environ))
+        _engine(
+            config,
+            name=f"engine-{first + index}",
+            host=host,
+            model=model,
+            env=env | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {}),
+        )
+        for index, visible in enumerate(gpus)
     ]
 
 
-def _engine(config: Config, *, index: int, model: Path, env: Mapping[str, str]) -> ProcessPlan:
+def _engine(config: Config, *, name: str, host: str, model: Path, env: Mapping[str, str]) -> ProcessPlan:
     engine = config.engine
     words = [*(engine.command or COMMANDS[engine.kind]), *engine.args]
     values: dict[str, object] = {
         "model": model,
-        "host": HOST,
+        "host": host,
         "tp": engine.tensor_parallel,
         "slots": config.slots,
         "kv_tokens": config.kv_tokens,
@@ -69,7 +98,7 @@ def _engine(config: Config, *, index: int, model: Path, env: Mapping[str, str]) 
     if is_embedded:  # `dora serve` finds a free port itself; others get one at each start
         values["port"] = 0
     return ProcessPlan(
-        name=f"engine-{len(engine.urls) + index}",
+        name=name,
         argv=tuple(_fill_in(word, values) for word in _without_unset(words, values)),
         env=env,
         ready_timeout_s=engine.start_timeout_s,
@@ -98,7 +127,7 @@ def assign_gpus(config: Config, *, environ: Mapping[str, str]) -> list[str]:
     shares_all = engine.kind == "embedded" and not engine.command and not engine.gpus
     if engine.device == "cpu" or shares_all:
         return [""] * config.num_managed
-    after = config.trainer.ranks if config.trainer.device == "cuda" and not config.trainer.external else 0
+    after = config.trainer.ranks if config.trainer.device == "cuda" else 0
     gpus = engine.gpus or tuple(range(after, after + config.num_managed * each))
     inherited = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if inherited and max(gpus, default=0) >= len(inherited):
@@ -110,25 +139,72 @@ def assign_gpus(config: Config, *, environ: Mapping[str, str]) -> list[str]:
     return [",".join(names[i * each : (i + 1) * each]) for i in range(config.num_managed)]
 
 
+def assign_node_gpus(config: Config, *, environ: Mapping[str, str]) -> list[str]:
+    """Return CUDA_VISIBLE_DEVICES of each server of a node; "" to inherit that of this process."""
+    engine, count, each = config.engine, config.servers_of_node, config.engine.tensor_parallel
+    if engine.device == "cpu":
+        return [""] * count
+    inherited = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    names = inherited or [str(gpu) for gpu in range(config.nodes.gpus)]
+    if len(names) < count * each:
+        raise ConfigError(
+            f"nodes.servers: {count} servers of engine.tensor_parallel = {each} need {count * each} GPUs, but the node "
+            f"has {len(names)}; lower one of them"
+        )
+    return [",".join(names[i * each : (i + 1) * each]) for i in range(count)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingNode:
+    """The place of a host among several that train."""
+
+    nodes: int  #: number of these hosts
+    index: int  #: of this one
+    ranks: int  #: of this one
+    master: str  #: address of the first one, whose torchrun listens at `port` on all interfaces
+    port: int
+    interface: str  #: of this host, towards the others; "" if unknown: gloo and NCCL then choose
+
+
 def plan_trainer(
-    config: Config, *, controller: str, token: str, lease: Path, environ: Mapping[str, str]
-) -> ProcessPlan | None:
-    """Return the process that starts the ranks on this host (torchrun or `trainer.command`), or None if they are
-    external. `controller` is the address that the controller has bound."""
-    if config.trainer.external:
-        return None
+    config: Config,
+    *,
+    controller: str,
+    token: str,
+    lease: Path,
+    store: Path,
+    environ: Mapping[str, str],
+    node: TrainingNode | None = None,
+) -> ProcessPlan:
+    """Return the process that starts the ranks of this host (torchrun or `trainer.command`).
+
+    `controller`: the address that the controller has bound. `store`: a file that does not exist yet, through which the
+    ranks meet. `node`: None if all ranks are on this host. A command finds its place among several hosts in PET_NNODES,
+    PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, which a torchrun that it starts reads too.
+    """
     env = child_env(environ, lease=lease, threads=config.trainer.threads)
     env |= {"DORA_CONTROLLER": controller, "DORA_TOKEN": token}
-    env |= _COLLECTIVES
-    # Rendezvous over files: torchrun's TCP stores would listen on every interface.
-    env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    meet = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--local-addr", HOST)
-    torchrun = ("-m", "torch.distributed.run", *meet)
-    ranks = ("--nproc-per-node", str(config.trainer.ranks))
-    argv = config.trainer.command or (sys.executable, *torchrun, *ranks, "-m", "dora", "train")
+    if node is None:
+        # Rendezvous over files: torchrun's TCP stores would listen on every interface.
+        env |= _COLLECTIVES | {"DORA_STORE": str(store), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        meet: tuple[str, ...] = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--local-addr", HOST)
+    else:
+        env |= _place(node, env)
+        meet = ("--rdzv-backend", "static")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", *meet)
+    ranks = ("--nproc-per-node", str(config.trainer.ranks if node is None else node.ranks))
+    argv = config.trainer.command or (*torchrun, *ranks, "-m", "dora", "train")
     field = "trainer.command" if config.trainer.command else ""
     cause = "dora trainer: rank "  # torchrun's own report follows
     return ProcessPlan(name="trainer", argv=argv, env=env, ready_timeout_s=None, field=field, cause=cause)
+
+
+def _place(node: TrainingNode, env: Mapping[str, str]) -> dict[str, str]:
+    """Return what torchrun and the collectives read about a host among several; the container's choice of interfaces
+    stays."""
+    found = {"NNODES": node.nodes, "NODE_RANK": node.index, "MASTER_ADDR": node.master, "MASTER_PORT": node.port}
+    interfaces = {name: env.get(name, node.interface) for name in _COLLECTIVES}
+    return {f"PET_{name}": str(value) for name, value in found.items()} | {k: v for k, v in interfaces.items() if v}
 
 
 def plan_sender(config: Config, *, lease: Path, environ: Mapping[str, str]) -> ProcessPlan:

@@ -8,6 +8,8 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.node.plan import HOST
@@ -28,8 +30,8 @@ def require_free_ports(config: Config) -> None:
         _require_free(found[1], int(found[2]), field="trainer.address", who="the controller")
 
 
-def free_port() -> int:
-    """Return a port of HOST that is free now, for a server that cannot choose its own.
+def free_port(host: str = HOST) -> int:
+    """Return a port of this host that is free now, for a server that cannot choose its own.
 
     The server may bind the port minutes later, once its model is loaded. By then another process could have got a port
     of the ephemeral range. So the port is below that range, unless 100 ports chosen at random there are in use.
@@ -37,9 +39,20 @@ def free_port() -> int:
     first_ephemeral = int(_EPHEMERAL_PORTS.read_text().split()[0]) if _EPHEMERAL_PORTS.exists() else 0
     others = range(_FIRST_PORT, first_ephemeral)
     for port in (*random.sample(others, k=min(100, len(others))), 0):
-        with suppress(OSError), socket.create_server((HOST, port)) as probe:
+        with suppress(OSError), socket.create_server((host, port)) as probe:
             return int(probe.getsockname()[1])
-    raise ConfigError(f"{HOST} has no free port")
+    raise ConfigError(f"{host} has no free port")
+
+
+def interface_of(host: str) -> str:
+    """Return the network interface of this host that has the address, or one of the addresses of the name, `host`; ""
+    if none has."""
+    try:
+        wanted = {found[4][0] for found in socket.getaddrinfo(host, None)}
+    except socket.gaierror:
+        return ""
+    found = (name for name, addresses in psutil.net_if_addrs().items() if wanted & {one.address for one in addresses})
+    return next(found, "")
 
 
 def _require_free(host: str, port: int, *, field: str, who: str, host_field: str = "") -> None:

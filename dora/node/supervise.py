@@ -45,9 +45,10 @@ IsWell = Callable[[str], Awaitable[bool]]
 class Child:
     """One process, which can be restarted after its end."""
 
-    def __init__(self, plan: ProcessPlan, *, log: Path, is_well: IsWell | None = None) -> None:
-        """`is_well` is required by a plan with a port."""
+    def __init__(self, plan: ProcessPlan, *, log: Path, host: str = HOST, is_well: IsWell | None = None) -> None:
+        """`host`: where it listens. `is_well` is required by a plan with a port."""
         self.plan = plan
+        self._host = host
         self.log = log
         self._is_well = is_well
         self._process: asyncio.subprocess.Process | None = None
@@ -66,7 +67,7 @@ class Child:
         would not help.
         """
         await self.kill()
-        port = free_port()
+        port = free_port(self._host)
         with open_log(self.log) as log:
             self._log_begin = log.tell()
             self._process = process = await self._spawn(log, port=port)
@@ -139,7 +140,7 @@ class Child:
     async def _well_at(self, process: asyncio.subprocess.Process, *, port: int) -> str:
         """Return the URL once its health check succeeds, or "" if the process ends first."""
         assert self._is_well is not None, "a plan with a port requires it"
-        url = f"http://{HOST}:{port}"
+        url = f"http://{self._host}:{port}"
         while process.returncode is None:
             if await self._is_well(url):
                 return url
@@ -202,8 +203,10 @@ class Child:
 class Node:
     """All children of a run on this host, as an async context manager that ends them on exit."""
 
-    def __init__(self, *, logs: Path, lease: Path) -> None:
+    def __init__(self, *, logs: Path, lease: Path, host: str = HOST) -> None:
+        """`host`: the address of this machine at which its servers listen."""
         self._logs = logs
+        self._host = host
         self._lease_path = lease
         self._lease: IO[bytes] | None = None
         self.children: dict[str, Child] = {}
@@ -223,7 +226,8 @@ class Node:
 
     def add(self, plan: ProcessPlan, *, is_well: IsWell | None = None) -> Child:
         """Return a new child, not yet started."""
-        child = self.children[plan.name] = Child(plan, log=self._logs / f"{plan.name}.log", is_well=is_well)
+        log = self._logs / f"{plan.name}.log"
+        child = self.children[plan.name] = Child(plan, log=log, host=self._host, is_well=is_well)
         return child
 
     async def stop(self, *, grace_s: float = GRACE_S) -> None:

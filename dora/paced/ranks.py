@@ -151,7 +151,9 @@ class _Trainer:
         self._switch("saving")
         folder = Path(self._order.checkpoints) / f"step-{self._step}"
         folder.mkdir(exist_ok=True)
-        self._ends[0].send(CheckpointWritten(step=self._step, folder=str(folder), chain=self._chain))
+        self._ends[0].send(
+            CheckpointWritten(step=self._step, folder=str(folder), num_bytes=0, files={}, chain=self._chain)
+        )
 
 
 def _from_each(ends: Sequence[TrainerEnd]) -> list[ToTrainer]:

@@ -31,7 +31,7 @@ from dora.trainer.optimizer import moment_bytes
 from dora.trainer.publish import Publisher
 from dora.trainer.spans import RankClock, process_start
 from dora.trainer.step import Trainer
-from dora.transport.messages import Configure, MicroBatch, SaveCheckpoint, Stop, TrainerFailed
+from dora.transport.messages import Configure, DeleteCheckpoint, MicroBatch, SaveCheckpoint, Stop, TrainerFailed
 from dora.transport.trainer_end import TrainerEnd
 from dora.weights.fence import pass_fence
 from dora.weights.store import VersionStore
@@ -53,7 +53,7 @@ def main() -> None:
         token=environment["DORA_TOKEN"],
         rank=rank,
         world_size=world_size,
-        has_lease=_own_lease() is not None,
+        has_lease="DORA_LEASE" in os.environ,
     )
     try:
         end.connect(CONNECT_TIMEOUT_S)
@@ -111,6 +111,8 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
                     trainer.train(message)
             case SaveCheckpoint():
                 trainer.save_checkpoint()
+            case DeleteCheckpoint():
+                trainer.drop_checkpoint(message.name)
             case Configure():
                 raise ProtocolError("a second Configure")
     if publisher is not None:
@@ -147,20 +149,16 @@ def _checkpointing(order: Configure, device: torch.device) -> tuple[Mode, str]:
     return mode, f"trainer.activation_checkpointing: {mode}, chosen to save memory" if mode != "none" else ""
 
 
-def _own_lease() -> str | None:
-    """Return the lease of a rank that the run started on this host; None for external ranks."""
-    return os.environ.get("DORA_LEASE") if os.environ.get("MASTER_ADDR") == "127.0.0.1" else None
-
-
 def _join(backend: str) -> None:
-    """Join the process group that torchrun's environment describes. Ranks that the run started on this host use a file
-    beside their lease as the store, because a TCPStore accepts commands from anyone who can reach its port."""
-    lease = _own_lease()
-    if lease is None:
+    """Join the process group that torchrun's environment describes. Ranks of one host use the file DORA_STORE as their
+    store, because a TCPStore accepts commands from anyone who can reach its port. Ranks of several hosts use torchrun's
+    TCPStore on the first host."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    file = os.environ.get("DORA_STORE")
+    if file is None or int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
         return
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = FileStore(f"{lease}.store", world_size)
+    store = FileStore(file, world_size)
     store.set_timeout(COLLECTIVE_TIMEOUT)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
 

@@ -32,6 +32,7 @@ from dora.trainer import checkpoint
 from dora.trainer.batch import advantages_of, check, firsts_of, pack, without_truncated
 from dora.trainer.copies import OtherPolicies
 from dora.trainer.forward_check import CHECK_EVERY, check_again
+from dora.trainer.full_disk import print_error
 from dora.trainer.logprobs import logprobs
 from dora.trainer.metrics import StepSums
 from dora.trainer.model import Policy
@@ -51,7 +52,9 @@ from dora.transport.messages import (
     TrainerLogprobs,
 )
 from dora.transport.trainer_end import TrainerEnd
+from dora.weights.checkpoints import checkpoints_in, drop, keep_only
 from dora.weights.fence import pass_fence
+from dora.weights.store import clear_errors
 
 #: Longest answer whose log-probs are sent: a message to the controller has at most 1 MiB.
 MAX_LOGPROBS = 2**17
@@ -82,7 +85,6 @@ class Trainer:
     ) -> None:
         """`publisher`: on rank 0 only. `clock`: the clock of this process; None: a clock that begins now."""
         self._settings = order.settings
-        self._checkpoints = Path(order.checkpoints)
         self._objective = Objective(
             ObjectiveConfig.model_validate_json(order.settings.objective), longest=order.settings.max_new_tokens
         )
@@ -101,8 +103,16 @@ class Trainer:
         self._probe = make_probe(order, policy=policy, layout=layout)
         self._step = StepId(0)
         self._chain = order.chain
-        self._fence = partial(pass_fence, Path(order.fence), epoch=order.epoch)
+        self._storage = checkpoint.Storage(
+            parent=Path(order.checkpoints),
+            ranks=order.ranks_here or tuple(range(dist.get_world_size())),
+            device=policy.device,
+            fence=partial(pass_fence, Path(order.fence), epoch=order.epoch),
+        )
         self._skipped: tuple[str, ...] = ()
+        if order.owns_checkpoints and self._storage.is_first:
+            with clear_errors(f"cannot clear {order.checkpoints}"):
+                keep_only(self._storage.parent, [Path(path).name for path in order.resume_from])
         if order.resume_from:
             self._load(order)
         self._begin_step()
@@ -330,16 +340,31 @@ class Trainer:
     def save_checkpoint(self) -> None:
         """Write the state before the current step."""
         with self._clock.during("saving"):
-            folder = checkpoint.save(
-                self._checkpoints,
+            saved = checkpoint.save(
+                self._storage,
                 step=self._step,
                 chain=self._chain,
                 tensors=self._state() if self._before is None else self._before,
-                device=self._policy.device,
-                fence=self._fence,
             )
-        if self._rank == 0:
-            self._end.send(CheckpointWritten(step=self._step, folder=str(folder), chain=self._chain))
+        if self._storage.is_first:
+            self._end.send(
+                CheckpointWritten(
+                    step=self._step,
+                    folder=str(saved.folder),
+                    num_bytes=saved.num_bytes,
+                    files=dict(saved.files),
+                    chain=self._chain,
+                )
+            )
+
+    def drop_checkpoint(self, name: str) -> None:
+        """Delete a checkpoint of the folder that the ranks own; if that fails, print an error and go on."""
+        try:
+            for path in checkpoints_in(self._storage.parent):
+                if path.name == name:
+                    drop(path)
+        except OSError as err:
+            print_error(f"the checkpoint {name} could not be deleted: {err}")
 
     def _keep_state(self) -> None:
         """Copy the state that the first update of a step will change, so that a checkpoint can be written later."""
@@ -348,11 +373,10 @@ class Trainer:
 
     def _load(self, order: Configure) -> None:
         loaded = checkpoint.load(
+            self._storage,
             [Path(path) for path in order.resume_from],
             tensors=self._state(),
-            device=self._policy.device,
             may_start_over=order.may_start_over,
-            fence=self._fence,
         )
         self._step, self._skipped = loaded.step, loaded.skipped
         self._chain = loaded.chain or order.chain

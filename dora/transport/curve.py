@@ -10,6 +10,7 @@ its own in advance, and the controller needs no list of admitted keys.
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -27,20 +28,20 @@ CURVE_BYTES = 64  # upper bound of what encryption adds to a frame
 _SCRYPT = {"n": 1 << 14, "r": 8, "p": 1}
 
 
-def guard_controller(router: zmq.Socket[bytes], token: str) -> None:
+def guard_controller(router: zmq.Socket[Any], token: str) -> None:
     """Admit only holders of the token; call before `bind`."""
     router.setsockopt(zmq.CURVE_SECRETKEY, _controller_key(token))
     router.setsockopt(zmq.CURVE_SERVER, 1)
     _limit(router, MAX_TO_CONTROLLER_BYTES)
 
 
-def guard_trainer(dealer: zmq.Socket[bytes], token: str) -> None:
+def guard_trainer(dealer: zmq.Socket[Any], token: str, *, max_bytes: int = MAX_TO_TRAINER_BYTES) -> None:
     """Connect only to a holder of the token; call before `connect`."""
     dealer.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(_controller_key(token)))
     public, secret = zmq.curve_keypair()
     dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)
     dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
-    _limit(dealer, MAX_TO_TRAINER_BYTES)
+    _limit(dealer, max_bytes)
 
 
 def _controller_key(token: str) -> bytes:
@@ -49,6 +50,6 @@ def _controller_key(token: str) -> bytes:
     return z85.encode(hashlib.scrypt(token.encode(), salt=b"dora controller", dklen=32, **_SCRYPT))
 
 
-def _limit(socket: zmq.Socket[bytes], max_bytes: int) -> None:
+def _limit(socket: zmq.Socket[Any], max_bytes: int) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + CURVE_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dora.core.ids import StepId, TrajectoryId, Truncation, VersionId
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 #: `MicroBatch.rewards_to_go` if all episodes have one turn.
 NO_TURNS: Final = np.zeros((0, 0, 0), np.float32)
@@ -72,7 +72,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Configure(Message, frozen=True):
-    """The first message to every rank, answered by `RankReady`."""
+    """The first message to every rank, answered by `RankReady`. Paths are those of the rank's host."""
 
     run_id: str
     model_path: str  # Hugging Face folder of version 0; config and tokenizer files of every version come from it
@@ -85,6 +85,8 @@ class Configure(Message, frozen=True):
     chain: str  # lineage before step 0, for a start from model_path
     epoch: int  # of the controller, as in `fence`
     fence: str  # file with the epoch of the controller whose ranks may make versions and checkpoints visible
+    ranks_here: tuple[int, ...] = ()  # whose files are in `checkpoints`, ascending; (): all
+    owns_checkpoints: bool = False  # the controller cannot delete in `checkpoints`, so the first of those ranks does
 
 
 class MicroBatch(Message, frozen=True):
@@ -119,7 +121,13 @@ class MicroBatch(Message, frozen=True):
 
 
 class SaveCheckpoint(Message, frozen=True):
-    """Write a checkpoint at the end of the current step, if any. Answered by `CheckpointWritten` (rank 0)."""
+    """Write a checkpoint at the end of the current step, if any. Answered by `CheckpointWritten`."""
+
+
+class DeleteCheckpoint(Message, frozen=True):
+    """Delete a checkpoint that is no longer needed. Sent to the first rank of each folder that the ranks own."""
+
+    name: str  # of its folder
 
 
 class Stop(Message, frozen=True):
@@ -128,7 +136,7 @@ class Stop(Message, frozen=True):
     reason: str
 
 
-ToTrainer = Configure | MicroBatch | SaveCheckpoint | Stop
+ToTrainer = Configure | MicroBatch | SaveCheckpoint | DeleteCheckpoint | Stop
 
 
 # ---- received by the controller -------------------------------------------------------------------------------------
@@ -176,10 +184,12 @@ class VersionWritten(Message, frozen=True):
 
 
 class CheckpointWritten(Message, frozen=True):
-    """The checkpoint folder of all ranks is complete and durable. Rank 0 only."""
+    """The checkpoint is complete and durable on the hosts of all ranks. Sent by the first rank of each folder."""
 
     step: StepId  # the next step to be trained from it
     folder: str
+    num_bytes: int  # of `files`
+    files: dict[str, str]  # name -> checksum of the files of the ranks in this folder, and of the manifest
     chain: str = ""  # lineage before that step
 
 

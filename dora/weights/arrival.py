@@ -1,45 +1,39 @@
-"""A version that arrives from other nodes: what of it has come, from whom, and whether it is right.
+"""A folder that arrives from other nodes: what of it has come, from whom, and whether it is right.
 
 Files come one after another, each in pieces from its start, so that the first `num_bytes` of a file can be passed on
-while the rest is under way. A source is believed nothing, and the manifest comes from elsewhere. Invariant: bytes count
-only after the checksum of their piece was verified, a file is complete only with the checksum of the manifest, and no
-more than the manifest's `num_bytes` are written. If a source fails, the next continues at the missing piece. One whose
-file does not fit is not asked for that file again.
+while the rest is under way; the next piece is asked for before one is hashed and written. A source is believed nothing,
+and checksums come from elsewhere. Invariant: bytes count only after the checksum of their piece was verified, a file is
+complete only with its own checksum, if one is given, and no more than the folder's `num_bytes` are written. If a source
+fails, the next continues at the missing piece. One whose file twice did not fit is not asked for it again; the first
+time it may have passed on what another has made up.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 from pathlib import Path
-from socket import SHUT_RDWR
 from typing import Final, NoReturn, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import xxhash
 
 from dora import files
-from dora.weights.store import Manifest, StoreError, clear_errors
+from dora.weights.source import SourceLink, VersionSource
+from dora.weights.store import StoreError, clear_errors
 
 #: P, the size of a piece. D receivers in a row have S bytes after S/B + D P/B + c S/P seconds, with bandwidth B, and c
 #: lost for a piece (1 ms): least for P = sqrt(c S B / D), or 1 to 15 MiB for 1 GiB, 0.1 to 1 GB/s, and D from 32 to 5.
 PIECE_BYTES: Final = 4 << 20
-PIECE_CHECKSUM: Final = "X-Piece-Checksum"  # header: XXH3, 128 bits, hex
+_MAX_STRIKES: Final = 2
+_AHEAD: Final = 2  #: pieces that are asked for before one is written
+Sources = Callable[[], Sequence[VersionSource]]
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSource:
-    """A node that has a version, or receives it."""
-
-    url: str  # http://host:port
-    key: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +42,7 @@ class RelayLimits:
     piece_s: float = 60.0  # to send or to receive a piece: less than 70 kB/s is a failure
     wait_s: float = 20.0  # until a piece that is asked for has arrived; below `piece_s`, in which the asker gives up
     idle_s: float = 10.0  # for a connection, and until a request on it is complete
-    attempts: int = 16  # failures of all sources together
+    attempts: int = 16  # failures of all sources together without a piece between them
     pause_s: float = 0.1  # after the first of them; doubles, up to 5 s
 
 
@@ -69,153 +63,119 @@ async def in_thread(
 class ArrivingFile:
     """A file whose first `num_bytes` are on this machine. Only one thread at a time takes pieces."""
 
-    def __init__(self, path: Path, *, checksum: str) -> None:
-        """Create the file; an error if there is one, even a link."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_new(path, b"")
+    def __init__(self, path: Path, checksum: str | None) -> None:
         self.path = path
         self.size: int | None = None  #: None before the first piece
         self.num_bytes = 0
-        self.refused: set[str] = set()  #: URLs of sources whose file does not fit
+        self.strikes: Counter[str] = Counter()  #: by URL of a source, how often a file with bytes of it did not fit
         self._checksum = checksum
         self._givers: set[str] = set()  # URLs of the sources of these bytes
         self._hasher = xxhash.xxh3_128()
 
+    def has(self, stop: int) -> bool:
+        """Return whether the first `stop` bytes, or all if these are fewer, can be passed on."""
+        return self.num_bytes >= stop or self.num_bytes == self.size
+
     def take(self, piece: memoryview, *, size: int, max_size: int, giver: str) -> None:
-        """Append a verified piece; HTTPException, and the file starts again, if it does not fit the manifest."""
+        """Append a verified piece; HTTPException, and the file starts again, if it does not fit."""
         self._givers.add(giver)
         if not 0 <= size <= max_size or self.size not in (None, size):
             self._start_again()
-        with self.path.open("r+b") as file:
+        if not self.num_bytes:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("r+b" if self.num_bytes else "xb") as file:
             file.seek(self.num_bytes)
             file.write(piece)
         self._hasher.update(piece)
+        if self.num_bytes + len(piece) == size and self._checksum not in (None, self._hasher.hexdigest()):
+            self._start_again()
         self.size = size
         self.num_bytes += len(piece)
-        if self.num_bytes == size and self._hasher.hexdigest() != self._checksum:
-            self._start_again()
 
     def _start_again(self) -> NoReturn:
-        givers, self._givers = self._givers, set()
-        if len(givers) == 1:  # with more, nobody knows whose bytes are wrong, until one of them gives the whole file
-            self.refused |= givers
-        self.num_bytes, self.size = 0, None
+        givers = sorted(self._givers)
+        self.strikes.update(givers)
+        self._givers.clear()
         self._hasher.reset()
-        files.truncate(self.path, 0)
-        raise HTTPException(f"the file, with bytes of {' and '.join(sorted(givers))}, does not fit the manifest")
-
-
-class SourceLink(HTTPConnection):
-    """A connection to a source, open from piece to piece. `receive` blocks; `break_off` ends it from another thread."""
-
-    def __init__(self, source: VersionSource, *, limits: RelayLimits) -> None:
-        address = urlsplit(source.url)
-        if address.scheme != "http" or not address.hostname:
-            raise HTTPException("an address is http://host:port")
-        super().__init__(address.hostname, address.port, timeout=limits.idle_s)
-        self.source = source
-        self._is_broken_off = False
-
-    def connect(self) -> None:
-        super().connect()
-        self.sock.settimeout(None)  # what takes too long is broken off
-        if self._is_broken_off:
-            raise TimeoutError
-
-    def break_off(self) -> None:
-        self._is_broken_off = True
-        with suppress(OSError, AttributeError):  # it is not connected
-            self.sock.shutdown(SHUT_RDWR)
-
-    def receive(self, path: str, *, start: int, buffer: memoryview) -> tuple[memoryview, int]:
-        """Return the verified piece from `start` on, which fills the buffer or ends the file, and the file's size."""
-        asked = f"bytes={start}-{start + len(buffer) - 1}"
-        self.request("GET", path, headers={"Authorization": f"Bearer {self.source.key}", "Range": asked})
-        with self.getresponse() as answer:
-            if answer.status not in (206, 416):
-                raise HTTPException("the key is refused" if answer.status == 401 else f"HTTP status {answer.status}")
-            given = answer.getheader("Content-Range", "")
-            size = int(given.rpartition("/")[2])
-            stop = max(start, min(start + len(buffer), size))
-            expected = f"bytes {start}-{stop - 1}/{size}" if stop > start else f"bytes */{size}"
-            if (given, answer.length) != (expected, stop - start):
-                raise HTTPException("other bytes than those asked for")
-            piece = buffer[: stop - start]
-            is_whole = answer.readinto(piece) == len(piece)
-            if not is_whole or xxhash.xxh3_128_hexdigest(piece) != answer.getheader(PIECE_CHECKSUM):
-                raise HTTPException("a damaged piece")
-        return piece, size
+        self.num_bytes, self.size = 0, None
+        files.remove(self.path)
+        raise HTTPException(f"the file, with bytes of {' and '.join(givers)}, does not fit the manifest")
 
 
 class Arrival:
-    """A version on its way into a staging folder."""
+    """A folder on its way."""
 
-    def __init__(self, manifest: Manifest, *, limits: RelayLimits) -> None:
-        self.manifest = manifest
-        self.files: dict[str, ArrivingFile] = {}  #: none until there is a folder for them
-        self.has_ended = False
-        self.scope = asyncio.timeout(None)  #: of the fetch; `stop` makes it expire
+    def __init__(
+        self, name: str, folder: Path, checksums: Mapping[str, str | None], *, num_bytes: int, limits: RelayLimits
+    ) -> None:
+        """`name`: as in URLs. `checksums`: of all files, if known. `num_bytes`: maximum of all files together."""
+        self.name = name
+        self.folder = folder
+        self.files = {file: ArrivingFile(folder / file, checksum) for file, checksum in checksums.items()}
+        self._num_bytes = num_bytes
         self._limits = limits
-        self._changed = asyncio.Event()  # replaced at each change
+        self._link: SourceLink | None = None
         self._failures: Counter[str] = Counter()  # by URL
+        self._num_in_vain = 0  # failures since the last piece
         self._problems: dict[str, str] = {}  # the last one, by URL
-        self._links: dict[VersionSource, SourceLink] = {}
-        self._thread = ThreadPoolExecutor(1)  # of its own, as it waits for nodes that may wait for threads of this one
 
-    def make_files(self, folder: Path) -> None:
-        for name, checksum in self.manifest.files.items():
-            self.files[name] = ArrivingFile(folder / name, checksum=checksum)
-
-    async def receive(self, sources: Callable[[], Sequence[VersionSource]]) -> None:
-        """Receive all files; StoreError after too many failures, or if they cannot be written."""
+    async def receive(
+        self, sources: Sources, *, link_to: Callable[[VersionSource], SourceLink], tell: Callable[[], None]
+    ) -> None:
+        """Receive all files, and `tell` of each piece. StoreError after too many failures, or if a file cannot be
+        written."""
         buffer = memoryview(bytearray(self._limits.piece_bytes))
+        thread = ThreadPoolExecutor(1)  # of its own, as it waits for nodes that may wait for threads of this one
         try:
             for name, file in self.files.items():
                 while file.num_bytes != file.size:
-                    await self._receive_piece(name, self._choose(name, sources()), buffer)
-                    self.tell()
+                    source = self._choose(name, sources())
+                    try:
+                        if self._link is None or self._link.source != source:
+                            self._close_link()
+                            self._link = link_to(source)
+                        async with asyncio.timeout(self._limits.piece_s):
+                            take = partial(self._take_piece, name, self._link, buffer)
+                            await in_thread(take, pool=thread, stop=self._link.break_off)
+                        self._num_in_vain = 0
+                        tell()
+                    except (OSError, HTTPException, ValueError) as err:
+                        await self._note(err, file, source)
         finally:
-            self._thread.shutdown(wait=False)
-            for link in self._links.values():
-                link.close()
+            thread.shutdown(wait=False)
+            self._close_link()
 
     def _choose(self, name: str, sources: Sequence[VersionSource]) -> VersionSource:
-        usable = [source for source in sources if source.url not in self.files[name].refused]
-        if not usable or self._failures.total() >= self._limits.attempts:
+        strikes, attempts = self.files[name].strikes, self._limits.attempts
+        usable = [source for source in sources if strikes[source.url] < _MAX_STRIKES]
+        if not usable or self._num_in_vain >= attempts:
             told = "; ".join(f"{url}: {problem}" for url, problem in self._problems.items()) or "no node has it"
-            raise StoreError(f"version {self.manifest.version}: cannot fetch {name}: {told}; check or name others")
-        return min(usable, key=lambda source: self._failures[source.url])
-
-    async def _receive_piece(self, name: str, source: VersionSource, buffer: memoryview) -> None:
-        try:
-            link = self._links.setdefault(source, SourceLink(source, limits=self._limits))
-            async with asyncio.timeout(self._limits.piece_s):
-                await in_thread(partial(self._take_piece, name, link, buffer), pool=self._thread, stop=link.break_off)
-        except (OSError, HTTPException, ValueError) as err:
-            if (broken := self._links.pop(source, None)) is not None:
-                broken.close()
-            self._failures[source.url] += 1
-            told = str(err) if type(err) is HTTPException else getattr(err, "strerror", None)  # others quote the key
-            self._problems[source.url] = told or f"no proper answer ({type(err).__name__})"
-            await asyncio.sleep(min(5.0, self._limits.pause_s * 2.0 ** (self._failures.total() - 1)))
+            raise StoreError(f"cannot fetch {self.name}/{name}: {told}; check or name others")
+        return min(usable, key=lambda source: self._failures[source.url] + attempts * strikes[source.url])
 
     def _take_piece(self, name: str, link: SourceLink, buffer: memoryview) -> None:
-        version, file = self.manifest.version, self.files[name]
-        piece, size = link.receive(f"/versions/{version}/{quote(name)}", start=file.num_bytes, buffer=buffer)
-        max_size = self.manifest.num_bytes - sum(f.num_bytes for f in self.files.values() if f is not file)
-        with clear_errors(f"cannot write {name} of version {version}"):
+        file, path, num_bytes = self.files[name], f"/{self.name}/{quote(name)}", len(buffer)
+        stop = min(file.num_bytes + (1 + _AHEAD) * num_bytes, file.size or 1)  # of the first piece nothing is known
+        for start in range(file.num_bytes, stop, num_bytes):
+            link.ask(path, start=start, num_bytes=num_bytes)
+        piece, size = link.receive(buffer)
+        max_size = self._num_bytes - sum(f.num_bytes for f in self.files.values() if f is not file)
+        with clear_errors(f"cannot write {self.name}/{name}"):
             file.take(piece, size=size, max_size=max_size, giver=link.source.url)
 
-    def has(self, name: str, stop: int) -> bool:
-        """Return whether the first `stop` bytes of a file, or all if these are fewer, can be passed on."""
-        file = self.files.get(name)
-        return file is not None and (file.num_bytes >= stop or file.num_bytes == file.size)
+    async def _note(self, err: Exception, file: ArrivingFile, source: VersionSource) -> None:
+        """Remember a failure of a source, and pause."""
+        self._close_link()
+        told = str(err) if type(err) is HTTPException else getattr(err, "strerror", None)
+        self._problems[source.url] = told or f"no proper answer ({type(err).__name__})"
+        if isinstance(err, FileNotFoundError):
+            file.strikes[source.url] = _MAX_STRIKES
+            return
+        self._failures[source.url] += 1
+        self._num_in_vain += 1
+        await asyncio.sleep(min(5.0, self._limits.pause_s * 2.0 ** (self._num_in_vain - 1)))
 
-    async def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Wait until that is so, or until nothing more arrives."""
-        while not (self.has_ended or is_so()):
-            await self._changed.wait()
-
-    def tell(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def _close_link(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None

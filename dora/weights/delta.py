@@ -35,6 +35,7 @@ from dora.weights.store import StoreError, checksum_of, clear_errors, is_inside
 Words = NDArray[np.uint16]
 _MAGIC: Final = b"DORADLT1"
 _WHOLE: Final = _MAGIC + bytes(16)
+MAX_MORE: Final = len(_WHOLE)  #: bytes that a delta has at most more than its file
 _RECORD: Final = struct.Struct("<II")
 _BLOCK_BYTES: Final = 4 << 20
 _SKIP: Final = 65_535

@@ -1,10 +1,12 @@
-"""The relay of a node: it serves versions over HTTP, and fetches versions from other nodes into the store.
+"""The relay of a node: it serves versions and checkpoints over HTTP, and fetches them from other nodes.
 
-    GET /versions/<version>/manifest.json
     GET /versions/<version>/<file>          with `Range: bytes=<first>-<last>`, of at most PIECE_BYTES
+    GET /deltas/<base>-<version>/<file>
+    GET /checkpoints/<name>/<file>
 
-Invariant: only holders of the key are served, and only files that a manifest names; of a version that is still being
-fetched, pieces that have arrived, for which a request waits. What is fetched becomes visible complete, or not at all.
+Invariant: only holders of the key are served, and only files that a manifest names, or ranks' files of checkpoints; of
+what is still being fetched, pieces that have arrived. A request waits for what may be here soon. What is fetched
+becomes visible complete, or not at all.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
-from io import BufferedReader
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import xxhash
 from aiohttp import web
@@ -28,79 +30,181 @@ from dora import foreign
 from dora.core.ids import VersionId
 from dora.errors import ConfigError, DoraError
 from dora.guard import CONNECTION_LOG, guard, knows
-from dora.weights.arrival import PIECE_BYTES, PIECE_CHECKSUM, Arrival, RelayLimits, VersionSource, in_thread
-from dora.weights.store import MANIFEST, Manifest, StoreError, VersionStore, clear_errors
+from dora.tls import TlsFiles
+from dora.weights import checkpoints, delta
+from dora.weights.arrival import PIECE_BYTES, Arrival, RelayLimits, Sources, in_thread
+from dora.weights.source import PIECE_CHECKSUM, SourceLink
+from dora.weights.store import Manifest, StoreError, VersionLost, VersionStore
 
 #: Maximum number of connections. A new one closes the oldest, those without the key first.
 MAX_CONNECTIONS: Final = 64
+#: Maximum number of deltas that are kept for others.
+MAX_DELTAS: Final = 2
+DELTA_ATTEMPTS: Final = 3  #: before the whole version is fetched
+_FOLDER: Final = "versions/[0-9]{1,9}|deltas/[0-9]{1,9}-[0-9]{1,9}|checkpoints/step-[0-9A-Za-z-]{1,30}"
+_Made = TypeVar("_Made", Path, Path | None)
 _RANGE: Final = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
-#: Bytes written at once. A piece was just read for its checksum; sending it from memory is faster than sendfile.
-_BLOCK_BYTES: Final = 1 << 18
 
 
 class Relay:
-    def __init__(self, store: VersionStore, *, key: str, limits: RelayLimits | None = None) -> None:
-        """`key`: which others need to ask this relay."""
+    def __init__(
+        self,
+        store: VersionStore,
+        *,
+        key: str,
+        checkpoints: Path | None = None,
+        tls: TlsFiles | None = None,
+        limits: RelayLimits | None = None,
+    ) -> None:
+        """`key`: which others need to ask this relay. `checkpoints`: their folder. `tls`: None for plain HTTP."""
         if not key:
             raise ConfigError("the key of the relay is empty, so that everyone would know it: draw one")
         self._store = store
         self._key = key
+        self._checkpoints = checkpoints
+        self._tls = tls
         self._limits = limits or RelayLimits()
-        self._arrivals: dict[VersionId, Arrival] = {}
+        self._link_to = partial(SourceLink, idle_s=self._limits.idle_s, tls=tls.to_connect() if tls else None)
+        self._changed = asyncio.Event()  # set when a piece has come, or a fetch begins or ends; then replaced
+        self._fetches: dict[str, asyncio.Timeout] = {}  # by name; `stop` makes it expire
+        self._arrivals: dict[str, Arrival] = {}  # what is being fetched, and the deltas that are kept
+        self._deltas: list[str] = []  # kept
+        self._settled: set[VersionId] = set()  # there will be no delta of it, or it is kept
         self._known: set[web.RequestHandler] = set()  # connections on which the key was shown
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[str]:
         """Serve meanwhile, at the URL that is returned. Port 0: any free one."""
         app = web.Application(middlewares=[self._admit, guard(name=host, open_reads=False, refuse=_refuse)])
-        app.router.add_get("/versions/{version:[0-9]{1,9}}/{name:.+}", self._serve)
+        app.router.add_get(f"/{{folder:{_FOLDER}}}/{{name:.+}}", self._serve)
         bounds: Any = {"keepalive_timeout": self._limits.idle_s, "lingering_time": 0.0, "shutdown_timeout": 1.0}
         runner = web.AppRunner(app, access_log=None, logger=CONNECTION_LOG, **bounds)
         await runner.setup()
+        tls: Any = {"ssl": self._tls.to_listen(), "ssl_handshake_timeout": self._limits.idle_s} if self._tls else {}
+        loop = asyncio.get_running_loop()
         try:
-            listener = await asyncio.get_running_loop().create_server(partial(self._connect, runner), host, port)
+            listener = await loop.create_server(partial(self._connect, runner), host, port, **tls)
         except OSError as err:
             raise ConfigError(f"the relay cannot listen on {host}:{port}: {err.strerror}; choose another") from err
         try:
             address, port = listener.sockets[0].getsockname()[:2]
-            yield f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+            yield f"http{'s' if tls else ''}://{f'[{address}]' if ':' in address else address}:{port}"
         finally:
             listener.close()
             await runner.cleanup()
 
-    async def fetch(self, manifest: Manifest, sources: Callable[[], Sequence[VersionSource]]) -> None:
-        """Bring a version into the store. `sources` is called before each piece; it returns the preferred one first."""
-        version = manifest.version
-        if version in self._arrivals:
-            raise StoreError(f"version {version} is already being fetched")
-        arrival = self._arrivals[version] = Arrival(manifest, limits=self._limits)
+    async def fetch(self, manifest: Manifest, sources: Sources, *, base: VersionId | None = None) -> None:
+        """Bring a version into the store, if possible by its delta to the version `base`.
+
+        `sources` is called before each piece; it returns the preferred one first.
+        """
+        version, name = manifest.version, f"versions/{manifest.version}"
+        async with self._alone(name) as undo:
+            if (staged := await _staged(partial(self._store.stage_copy, manifest), undo)) is None:
+                return  # it is here
+            has_delta = base is not None and await self._fetch_delta(manifest, sources, base, staged)
+            self._settled.add(version)
+            if not has_delta:
+                arrival = self._begin(name, staged, manifest.files, manifest.num_bytes, undo)
+                await arrival.receive(sources, link_to=self._link_to, tell=self._tell)
+            await in_thread(partial(self._store.seal, version, staged, chain=manifest.chain, verified=manifest))
+
+    async def _fetch_delta(self, manifest: Manifest, sources: Sources, base: VersionId, staged: Path) -> bool:
+        """Fill the folder `staged`. False, and the folder is empty, if there is no delta or it does not fit."""
         try:
-            async with arrival.scope, AsyncExitStack() as undo:
-                if (staged := await in_thread(partial(self._stage, arrival, undo))) is not None:
-                    await arrival.receive(sources)
-                    seal = partial(self._store.seal, version, staged, chain=manifest.chain, expected=manifest)
-                    await in_thread(seal)
-        except TimeoutError:
-            raise StoreError(f"version {version} was released while it was fetched") from None
+            async with self._new_delta(manifest, base) as (old, arrival):
+                await arrival.receive(sources, link_to=self._link_to, tell=self._tell)
+                await in_thread(partial(delta.apply, old, arrival.folder, staged, manifest.files))
+        except StoreError:
+            await in_thread(partial(staged.mkdir, exist_ok=True))
+            return False
+        return True
+
+    async def offer_delta(self, version: VersionId, base: VersionId) -> None:
+        """Encode the delta of two versions that are here. Others may ask for it before that is done, or fails."""
+        try:
+            async with self._alone(f"deltas/{base}-{version}"):
+                manifest = await in_thread(partial(self._store.manifest, version))
+                new = await in_thread(partial(self._store.folder, version))
+                async with self._new_delta(manifest, base) as (old, arrival):
+                    for name, file in arrival.files.items():
+                        await in_thread(partial(delta.encode, old, new, [name], arrival.folder))
+                        file.num_bytes = file.size = file.path.stat().st_size
+                        self._tell()
         finally:
-            del self._arrivals[version]
-            arrival.has_ended = True
-            arrival.tell()
+            self._settled.add(version)
+            self._tell()
+
+    @asynccontextmanager
+    async def _new_delta(self, manifest: Manifest, base: VersionId) -> AsyncIterator[tuple[Path, Arrival]]:
+        """The folder of the base, and one for a delta, which is kept unless there is an error."""
+        name, num_bytes = f"deltas/{base}-{manifest.version}", manifest.num_bytes + len(manifest.files) * delta.MAX_MORE
+        await self._drop([kept for kept in self._deltas if kept == name])
+        async with AsyncExitStack() as undo:
+            old = await in_thread(partial(self._store.folder, base))
+            folder = await _staged(partial(self._store.stage, manifest.version), undo)
+            yield old, self._begin(name, folder, dict.fromkeys(manifest.files), num_bytes, undo)
+            undo.pop_all()
+        self._deltas.append(name)
+        await self._drop(self._deltas[:-MAX_DELTAS])
+
+    async def fetch_checkpoint(
+        self, name: str, files: Mapping[str, str], num_bytes: int, sources: Sources, *, into: Path
+    ) -> None:
+        """Bring these files (name -> checksum) of a checkpoint into its folder in `into`, beside those it has."""
+        async with self._alone(f"checkpoints/{name}") as undo:
+            if not (missing := await in_thread(partial(checkpoints.missing, into / name, files))):
+                return
+            staged = await _staged(partial(checkpoints.stage, into, name, num_bytes=num_bytes), undo)
+            arrival = self._begin(f"checkpoints/{name}", staged, missing, num_bytes, undo)
+            await arrival.receive(sources, link_to=self._link_to, tell=self._tell)
+            await in_thread(partial(checkpoints.expose, staged, into / name, fence=self._store.fence))
 
     async def stop(self, version: VersionId) -> None:
-        """End the fetch of a version that is released. Afterwards the store has all of it, or nothing."""
-        if (arrival := self._arrivals.get(version)) is not None:
-            if not arrival.scope.expired():
-                arrival.scope.reschedule(0.0)
-            await arrival.wait_until(lambda: False)
+        """End the fetch of a version that is released, and drop its deltas. The store then has all of it or nothing."""
+        is_of_it = re.compile(rf"versions/{version}|deltas/[0-9]+-{version}").fullmatch
+        for name in filter(is_of_it, self._fetches):
+            if not self._fetches[name].expired():
+                self._fetches[name].reschedule(0.0)
+        while any(map(is_of_it, self._fetches)):
+            await self._changed.wait()
+        self._settled.discard(version)
+        await self._drop(list(filter(is_of_it, self._deltas)))
 
-    def _stage(self, arrival: Arrival, undo: AsyncExitStack) -> Path | None:
-        """Create the files of a version, all empty; None if the store has it already."""
-        if (staged := self._store.stage_copy(arrival.manifest)) is not None:
-            undo.push_async_callback(in_thread, partial(shutil.rmtree, staged, ignore_errors=True))
-            with clear_errors(f"cannot stage version {arrival.manifest.version} in {staged.parent}"):
-                arrival.make_files(staged)
-        return staged
+    async def _drop(self, deltas: Sequence[str]) -> None:
+        for name in deltas:
+            self._deltas.remove(name)
+            await in_thread(partial(shutil.rmtree, self._arrivals.pop(name).folder, ignore_errors=True))
+
+    @asynccontextmanager
+    async def _alone(self, name: str) -> AsyncIterator[AsyncExitStack]:
+        """The only fetch of this name, and what is to be undone after it."""
+        if name in self._fetches:
+            raise StoreError(f"{name} is already being fetched")
+        self._fetches[name] = scope = asyncio.timeout(None)
+        try:
+            async with scope, AsyncExitStack() as undo:
+                yield undo
+        except TimeoutError:
+            raise StoreError(f"{name} was released meanwhile") from None
+        finally:
+            del self._fetches[name]
+            self._tell()
+
+    def _begin(
+        self, name: str, folder: Path, checksums: Mapping[str, str | None], num_bytes: int, undo: AsyncExitStack
+    ) -> Arrival:
+        attempts = DELTA_ATTEMPTS if name.startswith("deltas/") else self._limits.attempts
+        limits = replace(self._limits, attempts=attempts)
+        arrival = self._arrivals[name] = Arrival(name, folder, checksums, num_bytes=num_bytes, limits=limits)
+        undo.callback(self._tell)
+        undo.callback(self._arrivals.pop, name)
+        self._tell()
+        return arrival
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _connect(self, runner: web.AppRunner) -> asyncio.BaseProtocol:
         """Return the protocol of a new connection, and close others if there are too many."""
@@ -120,59 +224,97 @@ class Relay:
         return await handler(request)
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        version, name = VersionId(int(request.match_info["version"])), request.match_info["name"]
-        arrival = self._arrivals.get(version)
+        key, name = request.match_info["folder"], request.match_info["name"]
+        found = _RANGE.fullmatch(request.headers.get("Range", ""))
+        start, stop = (int(found[1]), int(found[2]) + 1) if found else (0, 0)
+        if not 0 < stop - start <= PIECE_BYTES:
+            return _refuse(416, f"ask for bytes=<first>-<last>, at most {PIECE_BYTES}")
         try:
-            manifest = arrival.manifest if arrival else await in_thread(partial(self._store.manifest, version))
-            if name == MANIFEST:
-                return web.Response(body=manifest.encode(), content_type="application/json")
-            if name not in manifest.files:
-                return _refuse(404, "the version has no such file")
-            found = _RANGE.fullmatch(request.headers.get("Range", ""))
-            start, stop = (int(found[1]), int(found[2]) + 1) if found else (0, 0)
-            if not 0 < stop - start <= PIECE_BYTES:
-                return _refuse(416, f"ask for bytes=<first>-<last>, at most {PIECE_BYTES}")
-            if arrival is not None:
-                async with asyncio.timeout(self._limits.wait_s):
-                    await arrival.wait_until(partial(arrival.has, name, stop))
-            piece, headers = await in_thread(partial(self._read, version, name, start, stop))
+            async with asyncio.timeout(self._limits.wait_s):
+                path, size = await self._find(key, name, stop)
+            piece, headers = await in_thread(partial(self._read, key, name, path, size, start, stop))
         except TimeoutError:
             return _refuse(503, "these bytes have not arrived yet")
         except (OSError, DoraError):
-            return _refuse(404, "this node does not have the version")
+            return _refuse(404, "this node does not have the file")
         return await self._send(request, piece, headers)
 
-    def _read(self, version: VersionId, name: str, start: int, stop: int) -> tuple[bytes, dict[str, str]]:
+    async def _find(self, key: str, name: str, stop: int) -> tuple[Path, int | None]:
+        """Wait until bytes of a file are here; TimeoutError if they were on their way, but that has ended.
+
+        Return its path, and the size that it will have if it is not complete.
+        """
+        is_on_its_way = False
+        while True:
+            changed, arrival = self._changed, self._arrivals.get(key)
+            if arrival is None:
+                if (path := await in_thread(partial(self._complete, key, name))) is not None:
+                    return path, None
+                if is_on_its_way:
+                    raise TimeoutError
+            elif name not in arrival.files:
+                raise StoreError(f"{key} has no file {name}")
+            elif (file := arrival.files[name]).has(stop):
+                return file.path, file.size
+            is_on_its_way = arrival is not None
+            await changed.wait()
+
+    def _complete(self, key: str, name: str) -> Path | None:
+        """Return the path of a file; None if it is not here, but may be soon, StoreError if it will not be."""
+        kind, _, folder = key.partition("/")
+        if kind == "versions":
+            try:
+                path = self._store.folder(VersionId(int(folder)))
+                is_named = name in self._store.manifest(VersionId(int(folder))).files
+            except VersionLost:
+                return None
+        elif kind == "deltas" and VersionId(int(folder.partition("-")[2])) not in self._settled:
+            return None
+        elif kind == "checkpoints" and self._checkpoints is not None:
+            path, is_named = self._checkpoints / folder, checkpoints.is_file_of(folder, name)
+            if not path.exists():
+                return None
+        else:
+            is_named = False
+        if not is_named or (path / name).resolve() != path.parent.resolve() / path.name / name:
+            raise StoreError(f"{key} has no file {name}, or it is behind a link")
+        return path / name
+
+    def _read(
+        self, key: str, name: str, path: Path, size: int | None, start: int, stop: int
+    ) -> tuple[bytes, dict[str, str]]:
         """Return bytes of a file, none behind its end, and the headers that describe them."""
-        size, file = self._open(version, name)
+        try:
+            file = foreign.open_regular(path)
+        except FileNotFoundError:  # it was made visible a moment ago
+            file = foreign.open_regular(self._complete(key, name) or path)
         with file:
+            size = os.fstat(file.fileno()).st_size if size is None else size
             piece = os.pread(file.fileno(), max(0, min(stop, size) - start), start)
         given = f"bytes {start}-{start + len(piece) - 1}/{size}" if piece else f"bytes */{size}"
         return piece, {"Content-Range": given, PIECE_CHECKSUM: xxhash.xxh3_128_hexdigest(piece)}
 
-    def _open(self, version: VersionId, name: str) -> tuple[int, BufferedReader]:
-        """Return the size that a file has when it is complete, and the open file."""
-        arrival = self._arrivals.get(version)
-        if arrival is not None and name in arrival.files and (size := arrival.files[name].size) is not None:
-            with suppress(FileNotFoundError):  # it was made visible a moment ago
-                return size, foreign.open_regular(arrival.files[name].path)
-        folder = self._store.folder(version)
-        if (folder / name).resolve() != folder.resolve() / name:
-            raise StoreError(f"{folder / name} is behind a link")
-        return foreign.size_of(folder / name), foreign.open_regular(folder / name)
-
     async def _send(self, request: web.Request, piece: bytes, headers: dict[str, str]) -> web.StreamResponse:
-        response = web.StreamResponse(status=206 if piece else 416, headers=headers)
-        response.content_length = len(piece)
+        response = web.Response(status=206 if piece else 416, headers=headers, body=piece)
         try:
             async with asyncio.timeout(self._limits.piece_s):
                 await response.prepare(request)
-                for at in range(0, len(piece) if request.method == "GET" else 0, _BLOCK_BYTES):
-                    await response.write(memoryview(piece)[at : at + _BLOCK_BYTES])
+                await response.write_eof()
         except OSError:  # the peer is gone, or too slow
             if request.transport is not None:
                 request.transport.abort()
         return response
+
+
+async def _staged(make: Callable[[], _Made], undo: AsyncExitStack) -> _Made:
+    """Make a folder in a thread; `undo` deletes it, if it is there still."""
+
+    def stage() -> _Made:
+        if (folder := make()) is not None:
+            undo.push_async_callback(in_thread, partial(shutil.rmtree, folder, ignore_errors=True))
+        return folder
+
+    return await in_thread(stage)
 
 
 def _refuse(status: int, text: str) -> web.Response:

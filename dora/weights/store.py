@@ -80,7 +80,7 @@ class VersionStore:
 
     def __init__(self, *, memory_root: Path, durable_root: Path, fence: Callable[[], None] = lambda: None) -> None:
         """`fence` is called before a version is made visible; it raises if this process may not do that."""
-        self._fence = fence
+        self.fence = fence
         self._memory = memory_root
         self._durable = durable_root
         for root in (memory_root, durable_root):
@@ -124,30 +124,33 @@ class VersionStore:
         told = " and ".join(map(str, self.roots))
         raise StoreFull(f"{what}: it has {manifest.num_bytes:,} bytes, for which {told} has no space; free some")
 
-    def seal(self, version: VersionId, staged: Path, *, chain: str = "", expected: Manifest | None = None) -> Manifest:
+    def seal(self, version: VersionId, staged: Path, *, chain: str = "", verified: Manifest | None = None) -> Manifest:
         """Make a staged folder visible as `version`, in the root in which it was staged.
 
         If `version` was published before, delete `staged` and keep the old folder. Return the manifest of the folder
-        that is kept; a caller that replays steps compares it with its own. On any error `staged` is deleted; it is one
-        if the files are not those of `expected`.
+        that is kept; a caller that replays steps compares it with its own. On any error `staged` is deleted.
+
+        `verified`: what the files have to be; the caller has computed their checksums as it wrote them, so that only
+        names and sizes are compared.
         """
         if (existing := self._find(version)) is not None:
             shutil.rmtree(staged, ignore_errors=True)
             return existing[1]
+        known = verified.files if verified is not None else {}
         with clear_errors(f"cannot seal version {version} in {staged.parent}", remove=staged):
             names = sorted(path.relative_to(staged).as_posix() for path in staged.rglob("*") if path.is_file())
             for name in names:
                 files.wrote(staged / name)
             manifest = Manifest(
                 version=version,
-                files={name: checksum_of(staged / name) for name in names},
+                files={name: known.get(name) or checksum_of(staged / name) for name in names},
                 num_bytes=sum((staged / name).stat().st_size for name in names),
                 chain=chain,
             )
-            if expected not in (None, manifest):
+            if verified not in (None, manifest):
                 raise StoreError(f"the files in {staged} are not those of version {version}: it is not made visible")
             files.write_new(staged / MANIFEST, manifest.encode())
-            _expose(staged, _folder(staged.parent, version), fence=self._fence)
+            _expose(staged, _folder(staged.parent, version), fence=self.fence)
         return manifest
 
     def folder(self, version: VersionId) -> Path:
@@ -183,7 +186,7 @@ class VersionStore:
             for name, checksum in manifest.files.items():
                 if checksum_of(copy / name) != checksum:
                     raise StoreError(f"{source / name} does not match its checksum: version {version} is damaged")
-            _expose(copy, _folder(self._durable, version), fence=self._fence)
+            _expose(copy, _folder(self._durable, version), fence=self.fence)
 
     def has_room_beside(self, version: VersionId) -> bool:
         """Whether the live root has room for two more versions of the size of this one."""

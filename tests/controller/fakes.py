@@ -30,6 +30,7 @@ from dora.controller.effects import (
 )
 from dora.controller.evaluations import EvalSet, Evaluations
 from dora.controller.fleet import Fleet, FleetLimits, Started
+from dora.controller.holders import OwnStore
 from dora.controller.in_flight import InFlight
 from dora.controller.inbox import Inbox
 from dora.controller.lineage import Lineage
@@ -257,11 +258,15 @@ class FakeTrainer:
         self.now = now
         self.waves: list[list[MicroBatch]] = []
         self.checkpoints = 0
+        self.dropped: list[str] = []
         self.frozen = False
         self.failing_loop: Loop | None = None
 
     def loops(self) -> list[tuple[str, Loop]]:
         return [("failing", self.failing_loop)] if self.failing_loop is not None else []
+
+    async def drop_checkpoint(self, name: str) -> None:
+        self.dropped.append(name)
 
     def train(self, wave: list[MicroBatch], *, position: int) -> None:
         self.waves.append(wave)
@@ -388,7 +393,7 @@ class Surroundings:
 
     @property
     def push(self) -> Push:
-        return Push(self.engine, self.fleet, self.store, self.published, self.live, 1.0, self.now)
+        return Push(self.engine, self.fleet, OwnStore(self.store), self.published, self.live, 1.0, self.now)
 
     @property
     def fetch(self) -> Fetch:
@@ -500,6 +505,8 @@ def make_job(
             commits=commits,
             tasks=tasks,
             keep=made.keep_versions,
+            holders=OwnStore(made.store),
+            drop_elsewhere=trainer.drop_checkpoint,
         ),
         fleet=fleet,
         trajectories=trajectories,

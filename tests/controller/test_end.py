@@ -84,6 +84,7 @@ async def test_a_run_that_was_copied_deletes_its_own_checkpoints_and_not_those_o
     job.watcher.hook = save
     assert (await job.run()).finished
     assert (original.is_dir(), own.is_dir()) == (True, False)
+    assert job.trainer.dropped == [own.name], "on the hosts of the ranks too"
 
 
 async def test_a_rank_failure_after_the_end_does_not_fail_the_run(job: Job) -> None:

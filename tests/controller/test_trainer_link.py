@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -89,7 +90,15 @@ class FakeEnd:
 class Linked:
     """A link whose start and receiver loops run."""
 
-    def __init__(self, end: FakeEnd, *, process_ended: Any = None, start_timeout_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        end: FakeEnd,
+        *,
+        process_ended: Any = None,
+        start_timeout_s: float = 5.0,
+        configure: Callable[[int], wire.Configure] = lambda rank: CONFIGURE,
+        keep: Any = None,
+    ) -> None:
         self.end = end
         self.events: list[ev.Event] = []
         self.ready: list[int] = []
@@ -104,9 +113,9 @@ class Linked:
         self.link = TrainerLink(
             end=end,  # type: ignore[arg-type]
             num_ranks=2,
-            configure=CONFIGURE,
+            configure=configure,
             start_timeout_s=start_timeout_s,
-            process_ended=process_ended,
+            process_ended=process_ended or asyncio.Event().wait,
             now=lambda: float(next(ticks)),
             emit=self._emit,
             on_ready=self.ready.append,
@@ -114,6 +123,7 @@ class Linked:
             durable=self._wait,
             lineage=Lineage(base=CHAIN, settings=b"", trained={step: f"chain-{step}" for step in range(9)}),
             tell=self.told.append,
+            keep=keep,
         )
         self.starter = asyncio.create_task(self.link.start_ranks(), name="starter")
         self.receiver = asyncio.create_task(self.link.receive_messages(), name="receiver")
@@ -163,6 +173,12 @@ def step_trained(step: int) -> wire.StepDone:
 def published(version: int, *, differs: str = "") -> wire.VersionWritten:
     chain = f"chain-{version - 1}" if version else CHAIN
     return wire.VersionWritten(version=version, num_bytes=7, files={"m": "0"}, chain=chain, differs=differs)
+
+
+def checkpoint_written(step: int, *, folder: str = "/checkpoints", chain: str = "") -> wire.CheckpointWritten:
+    return wire.CheckpointWritten(
+        step=step, folder=f"{folder}/step-{step}", num_bytes=5, files={"m": "0"}, chain=chain or f"chain-{step - 1}"
+    )
 
 
 async def make_ready(one: Linked, *, step: int = 0) -> None:
@@ -253,11 +269,117 @@ async def test_a_checkpoint_is_asked_of_every_rank_and_waited_for() -> None:
         await make_ready(one)
         asked = asyncio.create_task(one.link.checkpoint(timeout_s=10), name="asked")
         await one.end.has_sent(4)
-        saved = wire.CheckpointWritten(step=3, folder="/checkpoints/step-3", chain="chain-2")
+        saved = checkpoint_written(3)
         await one.end.hears(0, saved)
         assert await asked
         assert one.kinds() == [("CheckpointSaved", 3)]
         assert not await one.link.checkpoint(timeout_s=0.01)
+
+
+def of_node(rank: int) -> wire.Configure:
+    """Each rank is on a node of its own."""
+    return msgspec.structs.replace(CONFIGURE, checkpoints=f"/node-{rank}", ranks_here=(rank,), owns_checkpoints=True)
+
+
+async def test_each_rank_gets_the_paths_of_its_node() -> None:
+    async with linked(configure=of_node) as one:
+        await make_ready(one)
+        assert one.end.sent == [(0, of_node(0)), (1, of_node(1))]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_a_checkpoint_is_saved_when_every_folder_has_it(order: tuple[int, int]) -> None:
+    async with linked(configure=of_node) as one:
+        await make_ready(one)
+        first, second = order
+        await one.end.hears(first, checkpoint_written(2, folder=f"/node-{first}"))
+        assert one.kinds() == []
+        await one.end.hears(second, checkpoint_written(2, folder=f"/node-{second}"))
+        assert [event.folder for event in one.events] == ["/node-0/step-2"]
+        assert one.kinds() == [("CheckpointSaved", 2)]
+
+
+async def test_a_node_that_is_a_checkpoint_ahead_does_not_stand_in_for_another() -> None:
+    """Also not with the same step, which is reported again when a checkpoint is requested twice."""
+    async with linked(configure=of_node) as one:
+        await make_ready(one)
+        await one.end.hears(1, *[checkpoint_written(2, folder="/node-1")] * 2)
+        await one.end.hears(0, *[checkpoint_written(2, folder="/node-0")] * 2)
+        assert one.kinds() == [("CheckpointSaved", 2)] * 2
+
+
+async def test_later_events_of_rank_0_wait_for_the_checkpoint_of_the_other_node() -> None:
+    async with linked(configure=of_node) as one:
+        await make_ready(one)
+        await one.end.hears(0, checkpoint_written(2, folder="/node-0"), step_trained(2))
+        assert one.kinds() == []
+        await one.end.hears(1, checkpoint_written(2, folder="/node-1"))
+        assert one.kinds() == [("CheckpointSaved", 2), ("StepTrained", 2)]
+
+
+@pytest.mark.parametrize(
+    ("configure", "reports", "says"),
+    [
+        (of_node, (checkpoint_written(2, folder="/node-0"), checkpoint_written(3)), "hosts have different checkpoints"),
+        (of_node, (checkpoint_written(2), checkpoint_written(2, chain="another")), "has chain another, but"),
+        (lambda rank: CONFIGURE, (checkpoint_written(2), checkpoint_written(2)), "has no folder of its own"),
+    ],
+    ids=["another step", "another history", "no folder"],
+)
+async def test_a_report_of_a_checkpoint_that_does_not_fit_ends_the_run(
+    configure: Any, reports: tuple[wire.CheckpointWritten, wire.CheckpointWritten], says: str
+) -> None:
+    async with linked(configure=configure) as one:
+        await make_ready(one)
+        for rank, report in enumerate(reports):
+            one.end.said.put_nowait((rank, report))
+        with pytest.raises(RunFailed, match=says):
+            await asyncio.wait_for(one.receiver, 10)
+
+
+async def test_a_checkpoint_counts_once_it_is_copied_and_training_goes_on_meanwhile() -> None:
+    copying, copied = asyncio.Queue[Any](), asyncio.Queue[str]()
+
+    async def keep(reports: Mapping[int, wire.CheckpointWritten]) -> str:
+        copying.put_nowait({rank: report.folder for rank, report in reports.items()})
+        return await copied.get()
+
+    async with linked(configure=of_node, keep=keep) as one:
+        await make_ready(one)
+        keeper = asyncio.create_task(one.link.keep_checkpoints(keep), name="keeper")
+        for step in (1, 2, 3):
+            await one.end.hears(1, checkpoint_written(step, folder="/node-1"))
+            await one.end.hears(0, checkpoint_written(step, folder="/node-0"))
+            if step == 1:
+                assert await asyncio.wait_for(copying.get(), 10) == {0: "/node-0/step-1", 1: "/node-1/step-1"}
+        await one.end.hears(0, trained(0, 3, 0))
+        await one.end.hears(1, trained(1, 3, 0))
+        assert one.kinds() == [("MicroBatchTrained", 3, 0)]
+        copied.put_nowait("/run/step-1")
+        assert await asyncio.wait_for(copying.get(), 10) == {0: "/node-0/step-3", 1: "/node-1/step-3"}, (
+            "the newest that waits"
+        )
+        assert one.end.sent[2:] == [(rank, wire.DeleteCheckpoint(name="step-2")) for rank in range(2)]
+        assert [event.folder for event in one.events] == ["/run/step-1"]
+        asked = asyncio.create_task(one.link.checkpoint(timeout_s=10), name="asked")
+        await one.end.has_sent(6)
+        copied.put_nowait("/run/step-3")
+        assert await asked
+        assert [event.folder for event in one.events] == ["/run/step-1", "/run/step-3"]
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+
+
+async def test_the_first_rank_of_each_folder_that_ranks_own_is_told_what_to_delete() -> None:
+    async with linked(configure=of_node) as one:
+        await one.link.drop_checkpoint("step-1")
+        await make_ready(one)
+        await one.link.drop_checkpoint("step-2")
+        assert one.end.sent[2:] == [(rank, wire.DeleteCheckpoint(name="step-2")) for rank in range(2)]
+    async with linked() as one:
+        await make_ready(one)
+        await one.link.drop_checkpoint("step-2")
+        assert len(one.end.sent) == 2
 
 
 async def test_no_checkpoint_is_asked_of_ranks_that_are_not_ready() -> None:
@@ -323,7 +445,7 @@ async def test_a_wave_leaves_only_when_the_journal_is_on_the_disk() -> None:
     [
         wire.StepDone(rank=0, step=2, metrics={}, chain="another"),
         wire.VersionWritten(version=2, num_bytes=1, files={}, chain="another"),
-        wire.CheckpointWritten(step=2, folder="f", chain="another"),
+        checkpoint_written(2, chain="another"),
     ],
     ids=lambda m: type(m).__name__,
 )

@@ -113,7 +113,7 @@ class Core:
     def up(
         self, instance: int, *, slots: int = 4, kv: int = 4096, holds: int | None = None, digest: str | None = None
     ) -> list[Command]:
-        """It answers, and is taken over with version `holds` and the digest that this version has, or another."""
+        """It answers, and is taken over with version `holds`, which has this digest unless another is given."""
         self.incarnations[instance] = incarnation = self.incarnations.get(instance, 0) + 1
         right = digest_of({"weights": str(holds)}) if holds is not None else ""
         digest = right if digest is None else digest

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from dora import files
 from dora.controller.fleet import Started
@@ -353,11 +354,19 @@ class TrainerModel:
     async def _save(self) -> None:
         parent = Path(self._order.checkpoints)
         target = checkpoints.folder_of(parent, step=self._step, chain=self._chain)
-        found = checkpoints.read_manifest(target)
-        if found is None or found.state_checksums != self._checksums(self._policy):
+        manifest = self._manifest()
+        if checkpoints.read_manifest(target) != manifest:
             while not self._save_in(parent, target):
                 await self._pause()
-        self._say(wire.CheckpointWritten(step=self._step, folder=str(target), chain=self._chain))
+        self._say(
+            wire.CheckpointWritten(
+                step=self._step,
+                folder=str(target),
+                num_bytes=sum(manifest.num_bytes),
+                files=manifest.files(self._ranks),
+                chain=self._chain,
+            )
+        )
 
     def _save_in(self, parent: Path, target: Path) -> bool:
         """Whether there was room for it."""
@@ -378,14 +387,16 @@ class TrainerModel:
             path.write_text(self._policy)
             files.wrote(path)
             files.sync(path)
-        manifest = checkpoints.CheckpointManifest(
-            self._step, len(self._ranks), self._chain, self._checksums(self._policy), [32] * len(self._ranks)
-        )
-        checkpoints.write_manifest(written, manifest)
+        checkpoints.write_manifest(written, self._manifest())
         self._fence()
         files.remove(target)
         files.rename(written, target)
         files.sync_folder(parent)
+
+    def _manifest(self) -> checkpoints.CheckpointManifest:
+        count, of_file = len(self._ranks), xxhash.xxh3_128_hexdigest(self._policy.encode())
+        state = self._checksums(self._policy)
+        return checkpoints.CheckpointManifest(self._step, count, self._chain, state, [32] * count, [of_file] * count)
 
     def _checksums(self, policy: str) -> list[str]:
         return [hashlib.sha256(f"{rank} {policy}".encode()).hexdigest() for rank in self._ranks]

@@ -190,7 +190,9 @@ def parse_checkpoint(data: bytes, scratch: Path) -> None:
 
 
 def checkpoint_manifests() -> list[bytes]:
-    manifest = CheckpointManifest(step=7, world_size=1, chain="ab", state_checksums=["cd"], num_bytes=[5])
+    manifest = CheckpointManifest(
+        step=7, world_size=1, chain="ab", state_checksums=["cd"], num_bytes=[5], file_checksums=["ef"]
+    )
     return [json.dumps(asdict(manifest), indent=1).encode()]
 
 

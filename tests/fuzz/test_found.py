@@ -88,7 +88,14 @@ def test_the_reason_of_a_grader_is_one_line() -> None:
     )
 
 
-HOLES: Final = {"step": 1, "world_size": 1, "chain": "", "state_checksums": [], "num_bytes": [5]}
+HOLES: Final = {
+    "step": 1,
+    "world_size": 1,
+    "chain": "",
+    "state_checksums": [],
+    "num_bytes": [5],
+    "file_checksums": ["ef"],
+}
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"null", DEEP, json.dumps(HOLES).encode()])

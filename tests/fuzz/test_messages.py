@@ -78,7 +78,7 @@ def to_controller() -> list[bytes]:
     messages = (
         StepDone(rank=0, step=3, metrics={"loss": 0.5, "grad_norm": float("nan")}),
         VersionWritten(version=4, num_bytes=9, files={"a": "b"}, chain="c"),
-        CheckpointWritten(step=4, folder="/runs/a/checkpoints/step-000004"),
+        CheckpointWritten(step=4, folder="/runs/a/checkpoints/step-000004", num_bytes=5, files={"a": "b"}),
     )
     frames = [encode(ControllerData(epoch=1, id=number, message=message)) for number, message in enumerate(messages)]
     hello = Hello(protocol=2, rank=0, world_size=1, host="h", pid=9, last_id=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ import pytest
 from dora.config.load import load
 from dora.config.schema import Config
 from dora.errors import ConfigError
-from dora.node.plan import ProcessPlan, assign_gpus, plan_engines, plan_trainer
-from dora.node.ports import free_port, require_free_ports
+from dora.node.plan import ProcessPlan, TrainingNode, assign_gpus, plan_engines, plan_trainer
+from dora.node.ports import free_port, interface_of, require_free_ports
 
 ENVIRON = {"PATH": "/bin", "DORA_TOKEN": "of another run", "DORA_ENGINE_API_KEY": "key", "OMP_NUM_THREADS": "64"}
 
@@ -29,12 +30,16 @@ def engines(*overrides: str) -> list[ProcessPlan]:
     return plan_engines(config(*overrides), model=Path("/m"), lease=Path("/run/lease"), environ=ENVIRON)
 
 
-def trainer(*overrides: str) -> ProcessPlan:
-    plan = plan_trainer(
-        config(*overrides), controller="tcp://127.0.0.1:5", token="sesame", lease=Path("/run/lease"), environ=ENVIRON
+def trainer(*overrides: str, node: TrainingNode | None = None, environ: dict[str, str] | None = None) -> ProcessPlan:
+    return plan_trainer(
+        config(*overrides),
+        controller="tcp://127.0.0.1:5",
+        token="sesame",
+        lease=Path("/run/lease"),
+        store=Path("/run/store"),
+        environ=ENVIRON | (environ or {}),
+        node=node,
     )
-    assert plan is not None
-    return plan
 
 
 def test_there_is_one_engine_per_instance_with_a_unique_name():
@@ -123,11 +128,6 @@ def test_missing_gpus_are_refused():
         assign_gpus(wanted, environ={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
 
 
-def test_external_ranks_are_not_started():
-    with_token = load(None, ["trainer.external=true"], environ={"DORA_TOKEN": "t"})
-    assert plan_trainer(with_token, controller="", token="t", lease=Path("/l"), environ={}) is None
-
-
 def test_all_ranks_are_started_by_one_torchrun():
     argv = " ".join(trainer("trainer.ranks=3").argv)
     assert argv.startswith(f"{sys.executable} -m torch.distributed.run ")
@@ -138,6 +138,49 @@ def test_ranks_of_a_custom_command_find_their_run_in_the_same_way():
     plan = trainer('trainer.command=["my-trainer", "--quick"]')
     assert plan.argv == ("my-trainer", "--quick")
     assert (plan.env["DORA_CONTROLLER"], plan.env["DORA_TOKEN"]) == ("tcp://127.0.0.1:5", "sesame")
+
+
+SECOND = TrainingNode(nodes=2, index=1, ranks=4, master="10.0.0.5", port=29500, interface="eth1")
+
+
+def test_ranks_of_one_host_meet_in_files_and_use_the_loopback_interface():
+    env = trainer().env
+    assert (env["DORA_STORE"], env["GLOO_SOCKET_IFNAME"]) == ("/run/store", LOOPBACK)
+    assert not [name for name in env if name.startswith("PET_")]
+
+
+def test_ranks_of_several_hosts_meet_at_the_first_one():
+    plan = trainer("trainer.ranks=8", node=SECOND)
+    assert " ".join(plan.argv).endswith(
+        " -m torch.distributed.run --rdzv-backend static --nproc-per-node 4 -m dora train"
+    )
+    place = {name: value for name, value in plan.env.items() if name.startswith("PET_")}
+    assert place == {
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "10.0.0.5",
+        "PET_MASTER_PORT": "29500",
+    }
+    assert "DORA_STORE" not in plan.env
+
+
+def test_a_custom_command_finds_its_place_among_several_hosts():
+    plan = trainer('trainer.command=["my-trainer"]', node=SECOND)
+    assert (plan.argv, plan.env["PET_NODE_RANK"]) == (("my-trainer",), "1")
+
+
+def test_the_interface_of_collectives_is_that_of_the_container_or_else_that_of_the_address():
+    both = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    assert [trainer(node=SECOND).env[name] for name in both] == ["eth1", "eth1"]
+    chosen = trainer(node=SECOND, environ={"NCCL_SOCKET_IFNAME": "ib0"}).env
+    assert [chosen[name] for name in both] == ["eth1", "ib0"]
+    unknown = trainer(node=replace(SECOND, interface="")).env
+    assert not [name for name in both if name in unknown]
+
+
+def test_an_interface_is_found_from_an_address_or_a_name():
+    assert interface_of("127.0.0.1") == interface_of("localhost") == LOOPBACK
+    assert interface_of("192.0.2.1") == ""
 
 
 def test_no_secret_is_on_a_command_line():

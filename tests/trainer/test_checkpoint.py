@@ -13,8 +13,17 @@ import torch
 import torch.distributed as dist
 
 from dora import files
+from dora.app.checkpoint_time import checkpoint_bytes
+from dora.app.settings import RankPaths, configure_message
+from dora.app.trainer_check import outline_of
+from dora.config.load import load as load_config
 from dora.errors import ConfigError
+from dora.journal.run_folder import RunFolder
+from dora.seed.policy import path as seed_path
 from dora.trainer import checkpoint
+from dora.trainer.model import Policy, make_mesh
+from dora.trainer.packing import Layout
+from dora.trainer.step import Trainer
 from dora.weights.checkpoints import checkpoints_in
 from dora.weights.fence import StaleEpoch, pass_fence, raise_fence
 
@@ -36,12 +45,16 @@ def state(seed: int) -> dict[str, torch.Tensor]:
 CHAIN = "0a1b2c3d4e5f"
 
 
-def save(parent, *, step, seed, chain=CHAIN):
-    return checkpoint.save(parent, step=step, chain=chain, tensors=state(seed), device=CPU, fence=lambda: None)
+def storage(parent, *, fence=lambda: None):
+    return checkpoint.Storage(parent=parent, ranks=(0,), device=CPU, fence=fence)
+
+
+def save(parent, *, step, seed, chain=CHAIN, fence=lambda: None):
+    return checkpoint.save(storage(parent, fence=fence), step=step, chain=chain, tensors=state(seed)).folder
 
 
 def load(*paths, tensors, may_start_over=False):
-    return checkpoint.load(paths, tensors=tensors, device=CPU, may_start_over=may_start_over, fence=lambda: None)
+    return checkpoint.load(storage(paths[0].parent), paths, tensors=tensors, may_start_over=may_start_over)
 
 
 def test_a_checkpoint_loads_what_was_saved(tmp_path):
@@ -75,7 +88,7 @@ def test_a_rank_of_a_replaced_controller_makes_no_checkpoint_visible(tmp_path):
     raise_fence(tmp_path / "epoch", epoch=1)
     fence = partial(pass_fence, tmp_path / "epoch", epoch=0)
     with pytest.raises(StaleEpoch, match="controller epoch 1 has taken over the run; this process belongs to 0"):
-        checkpoint.save(tmp_path, step=4, chain=CHAIN, tensors=state(1), device=CPU, fence=fence)
+        save(tmp_path, step=4, seed=1, fence=fence)
     assert checkpoints_in(tmp_path) == []
 
 
@@ -113,7 +126,7 @@ def lose_the_manifest(folder):
 def test_a_checkpoint_of_another_world_size_is_refused(tmp_path):
     folder = save(tmp_path, step=1, seed=1)
     manifest = json.loads((folder / "manifest.json").read_text())
-    for name in ("num_bytes", "state_checksums"):
+    for name in ("num_bytes", "state_checksums", "file_checksums"):
         manifest[name] *= 2
     (folder / "rank-1.safetensors").write_bytes((folder / "rank-0.safetensors").read_bytes())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"world_size": 2}))
@@ -161,6 +174,37 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     for other in ({**state(1), "b": torch.zeros(1)}, {**state(1), "w": torch.zeros(4, 2)}):
         with pytest.raises(ConfigError, match="belongs to another model"):
             load(folder, tensors=other)
+
+
+class End:
+    def __init__(self):
+        self.sent = []
+
+    def send(self, message):
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize("settings", [(), ("trainer.optimizer_state=8bit",), ("trainer.optimizer=muon",)])
+def test_the_size_of_a_checkpoint_is_forecast(tmp_path, settings):
+    config = load_config(None, settings, environ={})
+    (tmp_path / "checkpoints").mkdir()
+    raise_fence(tmp_path / "epoch", epoch=0)
+    paths = RankPaths.here(RunFolder(tmp_path), model=seed_path(), memory_root=tmp_path / "memory")
+    order = configure_message(config, paths, run_id="test", may_start_over=True, chain=CHAIN, epoch=0, max_staleness=1)
+    policy = Policy(seed_path(), mesh=make_mesh("cpu"), dtype=torch.float32)
+    trainer = Trainer(order, end=(end := End()), policy=policy, layout=Layout(), publisher=None)
+    trainer.save_checkpoint()
+    outline = outline_of(config, seed_path(), None)[1]
+    assert end.sent[-1].num_bytes == pytest.approx(checkpoint_bytes(config, outline), rel=0.03)
+
+
+def test_moments_on_the_host_are_in_a_checkpoint_too():
+    on_device, on_host = (
+        load_config(None, ["trainer.device=cuda", f"trainer.optimizer_state={where}"], environ={})
+        for where in ("device", "host")
+    )
+    sizes = [checkpoint_bytes(one, outline_of(one, seed_path(), None)[1]) for one in (on_device, on_host)]
+    assert sizes[0] == sizes[1]
 
 
 def test_a_rank_without_its_environment_says_what_is_missing():

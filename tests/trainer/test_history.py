@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dora.app.settings import configure_message
+from dora.app.settings import RankPaths, configure_message
 from dora.config.load import load
 from dora.errors import ProtocolError
 from dora.journal.run_folder import RunFolder
@@ -43,10 +43,8 @@ class End:
 def test_a_wave_of_another_history_is_not_trained(tmp_path):
     order = configure_message(
         load(None, [], environ={}),
-        RunFolder(tmp_path),
-        model=seed_path(),
-        memory_root=tmp_path / "memory",
-        resume_from=(),
+        RankPaths.here(RunFolder(tmp_path), model=seed_path(), memory_root=tmp_path / "memory"),
+        run_id="test",
         may_start_over=True,
         chain=CHAIN,
         epoch=0,

@@ -1,0 +1,415 @@
+"""The nodes of a run in the terms of its controller: their servers, their ranks, and the versions they hold."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+import msgspec
+import structlog
+
+from dora import files
+from dora.app.opening import Opened
+from dora.app.settings import RankPaths, live_bytes
+from dora.config.schema import Config
+from dora.controller.fleet import Fleet, Started
+from dora.controller.membership import MembershipRequests
+from dora.core.ids import InstanceId, VersionId
+from dora.engine.api import InferenceEngine
+from dora.errors import ConfigError, RemoteError, RunFailed
+from dora.node.cluster import Cluster, ClusterSettings
+from dora.node.place import Place
+from dora.transport.messages import CheckpointWritten
+from dora.transport.node_messages import FolderOrder, ProcessState, RanksOrder, Report, Source
+from dora.weights.checkpoints import read_manifest
+from dora.weights.source import VersionSource
+from dora.weights.store import Manifest, StoreError, VersionStore
+
+log = structlog.get_logger(__name__)
+
+#: Time in which the nodes that a run cannot begin without must join.
+JOIN_TIMEOUT_S: Final = 1_800.0
+#: Time in which the nodes with ranks must have received what these need: versions and a checkpoint.
+FETCH_TIMEOUT_S: Final = 7_200.0
+#: Delay before a checkpoint that could not be copied is copied again.
+COPY_PAUSE_S: Final = 5.0
+#: Delay before a node that may not leave yet asks again.
+LEAVE_PAUSE_S: Final = 5.0
+#: Time in which the controller must be able to connect to a node.
+REACH_TIMEOUT_S: Final = 5.0
+
+
+def require_token(config: Config) -> None:
+    """ConfigError if nodes cannot show that they belong to the run."""
+    if config.nodes.expected and config.trainer.token is None:
+        raise ConfigError("nodes.expected: nodes need the run's token; set DORA_TOKEN here and in their environment")
+
+
+@asynccontextmanager
+async def open_cluster(opened: Opened) -> AsyncIterator[Cluster]:
+    """Listen for nodes, and wait for those without which the run cannot begin."""
+    job, folder = opened.job, opened.folder
+    config = job.config
+    assert config.trainer.token is not None, "it was required"
+    settings = ClusterSettings(
+        run_id=folder.run_id,
+        term=opened.term,
+        token=config.trainer.token,
+        live_bytes=live_bytes(config, job.inputs.model),
+        known=opened.nodes,
+        save=lambda known: files.replace(folder.nodes, msgspec.json.encode(known)),
+        tell=opened.tell,
+        connects=connects,
+    )
+    async with Cluster.listening(config, settings, store=opened.store, checkpoints=folder.checkpoints) as cluster:
+        await asyncio.to_thread(_name_versions, cluster, opened)
+        await _wait_for_enough(cluster, config)
+        yield cluster
+
+
+def _name_versions(cluster: Cluster, opened: Opened) -> None:
+    """Have the nodes hold the versions of an earlier start that are on the disk."""
+    if opened.job.config.nodes.store == "shared":
+        return
+    for version in opened.store.durable():
+        manifest = opened.store.manifest(version)
+        if version > opened.start.step and opened.job.config.num_training_nodes:
+            cluster.spread.hold_again(manifest)
+        if version in opened.job.state.window.entries:
+            cluster.spread.hold(manifest)
+
+
+async def _wait_for_enough(cluster: Cluster, config: Config) -> None:
+    """Wait for all nodes with ranks, and for servers enough to hold K + 1 versions."""
+    servers = max(1, config.max_staleness + 1 if config.rollout.strategy == "dora" else 1) - len(config.engine.urls)
+
+    def is_enough() -> bool:
+        joined = [place for place in cluster.places if place.report is not None]
+        rolling = sum(not place.has_ranks for place in joined) * config.servers_of_node
+        return len(joined) - rolling // config.servers_of_node == config.num_training_nodes and rolling >= servers
+
+    try:
+        async with asyncio.timeout(JOIN_TIMEOUT_S):
+            await cluster.wait_until(is_enough)
+    except TimeoutError:
+        missing = [f"{place.number} ({place.lost})" for place in cluster.places if place.report is None]
+        raise RunFailed(
+            f"nodes.expected: {len(missing)} of {config.nodes.expected} nodes have not joined within "
+            f"{JOIN_TIMEOUT_S:g} s: {', '.join(missing)}"
+        ) from None
+
+
+def connects(relay: Source) -> bool | None:
+    """Return whether the relay of a node answers this host, and knows its key; None if there is no answer. It blocks.
+
+    False tells that no process listens there, and True that the network between the hosts works.
+    """
+    address = urlsplit(relay.url)
+    connection = HTTPConnection(address.hostname or "", address.port, timeout=REACH_TIMEOUT_S)
+    try:
+        connection.request("HEAD", "/", headers={"Authorization": f"Bearer {relay.key}"})
+        return connection.getresponse().status == 404  # 401 without the key
+    except ConnectionRefusedError:
+        return False
+    except (OSError, HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+def add_servers(fleet: Fleet, cluster: Cluster, config: Config, *, engine: InferenceEngine) -> None:
+    """Add the servers of all places to the fleet, and those of nodes that join later."""
+
+    def servers(place: Place) -> list[NodeServer]:
+        each = range(config.servers_of_node)
+        return [NodeServer(cluster, place, index, config=config, engine=engine) for index in each]
+
+    def add_new(place: Place) -> int:
+        return min([fleet.add(server) for server in servers(place)])
+
+    for place in cluster.places:
+        if place.first_instance is not None:
+            for index, server in enumerate(servers(place)):
+                fleet.add(server, instance=InstanceId(place.first_instance + index))
+    cluster.on_new_servers = add_new
+
+
+def let_nodes_leave(
+    cluster: Cluster, requests: MembershipRequests, fleet: Fleet, opened: Opened
+) -> Callable[[], Awaitable[None]]:
+    """Have nodes that want to leave do so once their servers are empty. Return what ends this."""
+    leaving: set[asyncio.Task[None]] = set()
+
+    async def leave(place: Place) -> None:
+        first = place.first_instance
+        assert first is not None, "nodes with ranks do not ask"
+        staying = {InstanceId(first + index) for index in range(opened.job.config.servers_of_node)}
+        told = False
+        while staying and place.report is not None:
+            try:
+                for instance in sorted(staying):
+                    if instance in opened.job.state.instances:
+                        await requests.remove(str(instance))
+                    else:
+                        await fleet.dismiss(instance)  # it has never come up
+                    staying.remove(instance)
+            except ConfigError as err:
+                if not told:
+                    opened.tell(f"node {place.name} cannot leave yet: {err}")
+                told = True
+                await asyncio.sleep(LEAVE_PAUSE_S)
+
+    def begin(place: Place) -> None:
+        leaving.add(task := asyncio.create_task(leave(place), name=f"leave-{place.name}"))
+        task.add_done_callback(leaving.discard)
+
+    async def end() -> None:
+        for task in leaving:
+            task.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
+
+    cluster.on_leaving = begin
+    return end
+
+
+class NodeServer:
+    """A server of a node; implements `controller.fleet.Server`."""
+
+    def __init__(self, cluster: Cluster, place: Place, index: int, *, config: Config, engine: InferenceEngine) -> None:
+        self._cluster = cluster
+        self._place = place
+        self._index = index
+        self._timeout_s = config.engine.start_timeout_s + config.nodes.lease_s
+        self._engine = engine
+        self._may_keep = True  # an earlier controller may have started it
+        self._started = 0
+
+    @property
+    def _state(self) -> ProcessState | None:
+        report = self._place.report
+        return report.servers.get(self._index) if report is not None else None
+
+    async def start(self) -> Started:
+        """Wait for the node, for as long as it takes, and have it start the server; or take over one that runs."""
+        place, changes = self._place, self._cluster.changes
+        await changes.until(lambda: place.report is not None)
+        found = self._state
+        is_kept = self._may_keep and found is not None and found.phase == "up"
+        self._may_keep = False
+        self._started = (found.start if found is not None else self._started) + (not is_kept)
+        self._want(self._started)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await changes.until(lambda: place.report is None or self._has_begun)
+        except TimeoutError:
+            raise RemoteError(
+                f"node {place.name}: server {self._index} is not ready after {self._timeout_s:g} s"
+            ) from None
+        found = self._state
+        if found is None:
+            raise RemoteError(f"node {place.name} is lost: {place.lost}")
+        if found.phase == "ended":
+            message = f"node {place.name}: {found.reason}"
+            raise ConfigError(message) if found.is_final else RemoteError(message)
+        self._engine.set_key(found.url, found.key)
+        return Started(found.url, is_kept=is_kept)
+
+    @property
+    def _has_begun(self) -> bool:
+        state = self._state
+        return state is not None and state.start == self._started and state.phase != "starting"
+
+    async def ended(self) -> str:
+        place = self._place
+        await self._cluster.changes.until(lambda: not self._runs)
+        state = self._state
+        if place.report is None:
+            return f"node {place.name} is lost: {place.lost}"
+        return f"node {place.name}: {state.reason if state is not None else 'the server was ended'}"
+
+    @property
+    def _runs(self) -> bool:
+        state = self._state
+        return state is not None and state.start == self._started and state.phase == "up"
+
+    async def kill(self) -> None:
+        """Have the node end the server, which it does before it starts it again."""
+        self._want(None)
+
+    async def stop(self) -> None:
+        """End the server for good; a node that is leaving goes with its last one."""
+        self._want(None)
+        place = self._place
+        if place.report is not None and place.report.is_leaving and not place.servers:
+            await self._cluster.let_go(place)
+
+    def _want(self, start: int | None) -> None:
+        if start is None:
+            self._place.servers.pop(self._index, None)
+        else:
+            self._place.servers[self._index] = start
+        self._cluster.changes.tell()
+
+
+class NodeRanks:
+    """The ranks on nodes, the same number on each; implements `build.RankProcesses`."""
+
+    def __init__(self, cluster: Cluster, opened: Opened) -> None:
+        nodes = opened.job.config.nodes
+        self._cluster = cluster
+        self._opened = opened
+        self._places = [place for place in cluster.places if place.has_ranks]
+        self._each = opened.job.config.trainer.ranks // len(self._places)
+        self._has_own_store = nodes.store == "relay"
+        #: Whether each node has a folder of its own for checkpoints, from which they are copied.
+        self.are_apart = self._has_own_store and nodes.checkpoints is None
+
+    async def start(self, *, port: int) -> None:
+        """Have the nodes start them, which fetch what they need first; the controller listens for them at `port`."""
+        maker, spread = self._places[0], self._cluster.spread
+        await self._within(lambda: spread.has_again(maker), "the versions of the run")
+        first = self._report(maker)
+        master = f"{urlsplit(first.relay.url).hostname}:{first.meeting_port}" if len(self._places) > 1 else ""
+        for number, place in enumerate(self._places):
+            running = self._report(place).ranks
+            place.ranks = RanksOrder(
+                start=running.start + 1 if running is not None else 1,
+                port=port,
+                node_rank=number,
+                nodes=len(self._places),
+                master=master,
+                checkpoints=self._checkpoints(number) if self.are_apart else {},
+            )
+        self._cluster.changes.tell()
+        await self._within(lambda: all(map(self._has_begun, self._places)), "its checkpoint")
+
+    async def _within(self, is_so: Callable[[], bool], what: str) -> None:
+        """Wait for what the nodes need; RunFailed if one is lost, or takes too long."""
+        try:
+            async with asyncio.timeout(FETCH_TIMEOUT_S):
+                await self._cluster.wait_until(lambda: is_so() or bool(self._why_ended()))
+        except TimeoutError:
+            raise RunFailed(f"the nodes with ranks have not received {what} in {FETCH_TIMEOUT_S:g} s") from None
+        if reason := self._why_ended():
+            raise RunFailed(reason)
+
+    def _has_begun(self, place: Place) -> bool:
+        state = place.report.ranks if place.report is not None else None
+        return (
+            state is not None and place.ranks is not None and state.start == place.ranks.start and state.phase == "up"
+        )
+
+    def _checkpoints(self, number: int) -> dict[str, FolderOrder]:
+        """Return what a node needs of each checkpoint from which its ranks may start."""
+        found = {}
+        for folder in self._opened.start.folders:
+            manifest = read_manifest(folder)
+            if manifest is not None and manifest.world_size == self._each * len(self._places):
+                ranks = self._ranks_of(number)
+                found[folder.name] = FolderOrder(
+                    files=manifest.files(ranks),
+                    num_bytes=len(manifest.encode()) + sum(manifest.num_bytes[rank] for rank in ranks),
+                    chain=manifest.chain,
+                    sources=(self._cluster.own_source,),
+                )
+        return found
+
+    def _ranks_of(self, number: int) -> tuple[int, ...]:
+        return tuple(range(number * self._each, (number + 1) * self._each))
+
+    def paths(self, rank: int) -> RankPaths:
+        """Return what a rank reads and writes on its node."""
+        number = rank // self._each
+        own, folder = self._report(self._places[number]).paths, self._opened.folder
+        here = RankPaths.here(
+            folder,
+            model=Path(own.model),
+            memory_root=self._opened.store.memory_root,
+            resume_from=self._opened.start.folders,
+        )
+        if not self._has_own_store:
+            return here
+        with_store = replace(
+            here, memory_root=Path(own.memory_root), durable_root=Path(own.durable_root), fence=Path(own.fence)
+        )
+        if not self.are_apart:
+            return with_store
+        return replace(
+            with_store,
+            checkpoints=Path(own.checkpoints),
+            resume_from=tuple(Path(own.checkpoints, path.name) for path in here.resume_from),
+            ranks_here=self._ranks_of(number),
+            owns_checkpoints=True,
+        )
+
+    async def keep(self, reports: Mapping[int, CheckpointWritten]) -> str:
+        """Copy a checkpoint from the nodes into the run folder; return its folder there."""
+        parent, name = self._opened.folder.checkpoints, Path(reports[0].folder).name
+        for rank, report in reports.items():
+            place = self._places[rank // self._each]
+            while True:
+                try:
+                    await self._cluster.relay.fetch_checkpoint(
+                        name, report.files, report.num_bytes, partial(_relay_of, place), into=parent
+                    )
+                    break
+                except StoreError as err:  # a full disk; if the node is lost, the run ends
+                    log.warning("checkpoint_not_copied", checkpoint=name, reason=str(err))
+                    await asyncio.sleep(COPY_PAUSE_S)
+        return str(parent / name)
+
+    async def ended(self) -> str:
+        """Wait until the ranks of a node have ended, or the node is lost, and return why."""
+        await self._cluster.changes.until(lambda: bool(self._why_ended()))
+        return self._why_ended()
+
+    def _why_ended(self) -> str:
+        for place in self._places:
+            if place.report is None:
+                return f"node {place.name}, which has ranks, is lost: {place.lost}"
+            if place.report.is_leaving:
+                return f"node {place.name}, which has ranks, was told to end"
+            state, ordered = place.report.ranks, place.ranks
+            if state is not None and ordered is not None and state.start == ordered.start and state.phase == "ended":
+                return f"node {place.name}: {state.reason}"
+        return ""
+
+    def _report(self, place: Place) -> Report:
+        if place.report is None:
+            raise RunFailed(f"node {place.name}, which has ranks, is lost: {place.lost}")
+        return place.report
+
+
+def _relay_of(place: Place) -> list[VersionSource]:
+    return [VersionSource(place.report.relay.url, place.report.relay.key)] if place.report is not None else []
+
+
+@dataclass(frozen=True)
+class NodeVersions:
+    """The versions on nodes; implements `controller.holders.Holders`."""
+
+    cluster: Cluster
+    store: VersionStore
+
+    def hold(self, manifest: Manifest) -> None:
+        self.cluster.spread.hold(manifest)
+
+    async def fetch(self, version: VersionId) -> None:
+        await self.cluster.spread.fetch(version)
+
+    def release(self, version: VersionId) -> None:
+        self.cluster.spread.release(version)
+
+    async def folder(self, instance: InstanceId, version: VersionId) -> Path:
+        place = self.cluster.place_of(instance)
+        if place is None:  # an external server reads the folder of this host
+            await self.fetch(version)
+            return await asyncio.to_thread(self.store.folder, version)
+        return await self.cluster.spread.folder(place, version)

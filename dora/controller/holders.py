@@ -1,0 +1,41 @@
+"""Who holds versions for the servers to read: the store of this host or, if servers are on nodes, each node."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from dora.core.ids import InstanceId, VersionId
+from dora.weights.store import Manifest, VersionStore
+
+
+class Holders(Protocol):
+    def hold(self, manifest: Manifest) -> None:
+        """Have all of them receive a version that is published."""
+
+    async def fetch(self, version: VersionId) -> None:
+        """Bring a version into the store of this host."""
+
+    async def folder(self, instance: InstanceId, version: VersionId) -> Path:
+        """Return the folder of a version, as an instance sees it, once it is there; RemoteError or StoreError."""
+
+    def release(self, version: VersionId) -> None:
+        """Have all of them delete a version."""
+
+
+@dataclass(frozen=True)
+class OwnStore:
+    """Ranks, servers and controller use one store."""
+
+    store: VersionStore
+
+    def hold(self, manifest: Manifest) -> None: ...
+
+    async def fetch(self, version: VersionId) -> None: ...
+
+    async def folder(self, instance: InstanceId, version: VersionId) -> Path:
+        return await asyncio.to_thread(self.store.folder, version)
+
+    def release(self, version: VersionId) -> None: ...

@@ -1,0 +1,137 @@
+"""A node: one process per machine that joins a run, starts what the controller orders, and holds the live versions.
+
+Invariant: everything that it starts ends with it, or when it has heard no controller for the lease. It follows the
+controller with the highest term, and raises its own fence to that before it reports, so that ranks of an earlier
+controller publish nothing afterwards. A new controller finds the servers as they are; ranks end.
+
+Listening loop: consumes what controllers send, waits for the next message. Reporting loop: consumes changes, produces
+the report; waits for a change or REPORT_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack, suppress
+from importlib.metadata import version as release_of
+from typing import Final
+
+from dora.errors import ConfigError, RunFailed
+from dora.node.member import Member, NodeSettings
+from dora.transport.node_ends import NodeEnd
+from dora.transport.node_messages import NODE_PROTOCOL, Beat, Join, Orders, Over, Rejected, Superseded, Welcome
+
+REPORT_S: Final = 2.0
+#: A controller that has been silent for this long may have been replaced: the node introduces itself again.
+SILENT_S: Final = 3 * REPORT_S
+#: Time in which a controller must answer at first.
+JOIN_TIMEOUT_S: Final = 600.0
+
+
+async def run_node(settings: NodeSettings, controllers: tuple[str, ...], leave: asyncio.Event) -> str:
+    """Follow a controller until the run is over or, after `leave` is set, until it lets the node go; return why.
+
+    ConfigError if the node is rejected; RunFailed if there is no controller.
+    """
+    end = NodeEnd(controllers, token=settings.token)
+    try:
+        async with AsyncExitStack() as stack:
+            return await _Agent(settings, end, stack, leave).run()
+    finally:
+        end.close()
+
+
+class _Agent:
+    def __init__(self, settings: NodeSettings, end: NodeEnd, stack: AsyncExitStack, leave: asyncio.Event) -> None:
+        self._settings = settings
+        self._end = end
+        self._stack = stack
+        self._leave = leave
+        self._heard_at = dict.fromkeys(end.addresses, -JOIN_TIMEOUT_S)
+        self._term = -1  # of the controller that is followed
+        self._followed = ""  # its address
+        self._member: Member | None = None  # None before the first welcome
+        self._changed = asyncio.Event()
+        self._began = time.monotonic()
+
+    async def run(self) -> str:
+        loops = [
+            asyncio.create_task(self._listen(), name="listen"),
+            asyncio.create_task(self._report(), name="report"),
+        ]
+        try:
+            done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            return next(str(task.result()) for task in done)
+        finally:
+            for task in loops:
+                task.cancel()
+            await asyncio.gather(*loops, return_exceptions=True)
+
+    # -- listening ----------------------------------------------------------------------------------------------------
+
+    async def _listen(self) -> str:
+        while True:
+            for address, message in await self._end.receive(REPORT_S):
+                if isinstance(message, Over) and message.term >= self._term:
+                    return message.reason
+                if isinstance(message, Rejected):
+                    raise ConfigError(f"the controller at {address} rejects this node: {message.reason}")
+                await self._on_message(address, message)
+            self._require_controller()
+
+    async def _on_message(self, address: str, message: Welcome | Orders | Beat | Over) -> None:
+        if message.term < self._term:
+            await self._end.send(address, Superseded(term=self._term))
+            return
+        self._heard_at[address] = time.monotonic()
+        if isinstance(message, Welcome) and message.term > self._term:
+            await self._take_part(message, address)
+            self._term, self._followed = message.term, address
+            self._changed.set()
+        elif isinstance(message, Orders) and message.term == self._term and self._member is not None:
+            await self._member.follow(message)
+
+    async def _take_part(self, welcome: Welcome, address: str) -> None:
+        if self._member is None:
+            self._member = await Member.enter(self._stack, self._settings, welcome, on_change=self._changed.set)
+        host = address.rpartition(":")[0]
+        await self._member.change_controller(welcome, controller=host)
+        self._settings.tell(f"takes part in {welcome.run_id}; logs: {self._member.logs}")
+
+    def _require_controller(self) -> None:
+        """RunFailed if no controller is left."""
+        limit_s = self._member.config.nodes.lease_s if self._member is not None else JOIN_TIMEOUT_S
+        heard_at = self._heard_at[self._followed] if self._followed else self._began
+        if time.monotonic() - heard_at > limit_s:
+            raise RunFailed(
+                f"no controller at {', '.join(self._end.addresses)} for {limit_s:g} s; is it running, is "
+                "DORA_CONTROLLER its address, and has it the same DORA_TOKEN?"
+            )
+
+    # -- reporting ----------------------------------------------------------------------------------------------------
+
+    async def _report(self) -> str:
+        leaving = asyncio.create_task(self._leave.wait(), name="leave")
+        leaving.add_done_callback(lambda _: self._changed.set())
+        try:
+            while True:
+                await self._introduce()
+                is_leaving = self._leave.is_set()
+                if self._member is not None:
+                    await self._end.send(self._followed, self._member.report(self._term, is_leaving=is_leaving))
+                if is_leaving and (self._member is None or self._member.has_ranks):
+                    return "the node has left"
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(REPORT_S):
+                        await self._changed.wait()
+                self._changed.clear()
+        finally:
+            leaving.cancel()
+
+    async def _introduce(self) -> None:
+        """Join wherever no controller is heard."""
+        run_id = self._member.run_id if self._member is not None else ""
+        join = Join(protocol=NODE_PROTOCOL, release=release_of("dora-rl"), name=self._settings.name, run_id=run_id)
+        for address, heard_at in self._heard_at.items():
+            if time.monotonic() - heard_at > SILENT_S:
+                await self._end.send(address, join)

@@ -1,0 +1,414 @@
+"""The nodes of a run, as its controller sees them.
+
+Each node has a place: the first ones have ranks, the others roll out. A node that comes back takes its old place; a new
+one takes a place whose node is lost, or a further one. Invariant: what a node is to do is a state, which is sent until
+the node reports it; a node gets no orders before this host has connected to it. A node that follows a controller with a
+higher term ends this one.
+
+Loops: one consumes the messages of nodes; one, every BEAT_S, tells them that this controller is alive and finds those
+that are lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.metadata import version as release_of
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, Final, NamedTuple
+
+import structlog
+from msgspec.structs import replace
+
+from dora.config.load import dump
+from dora.config.schema import Config
+from dora.core.ids import InstanceId
+from dora.errors import RunFailed
+from dora.node.place import Changes, Place
+from dora.node.spread import Spread
+from dora.transport.node_ends import NodeHub
+from dora.transport.node_messages import (
+    CONTROLLER_HOST,
+    NODE_PROTOCOL,
+    Beat,
+    FolderOrder,
+    FromNode,
+    Join,
+    Orders,
+    Over,
+    Rejected,
+    Report,
+    Source,
+    Superseded,
+    Welcome,
+)
+from dora.weights.relay import Relay
+from dora.weights.store import VersionStore
+
+log = structlog.get_logger(__name__)
+
+BEAT_S: Final = 2.0
+#: Time for which a new run waits for all nodes, before it gives places to those that are there, in the order of names.
+GATHER_S: Final = 30.0
+#: Time for which a node asks for a name that another one has, before it is rejected.
+NAMED_S: Final = 30.0
+#: Time that nodes of an earlier start have to come back before others may take their places.
+RETURN_S: Final = 15.0
+
+
+class KnownNode(NamedTuple):
+    """A node that has joined the run, as its folder records it."""
+
+    place: int
+    first_instance: int | None
+    servers: int
+
+
+Known = Mapping[str, KnownNode]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSettings:
+    """What the run tells of itself."""
+
+    run_id: str
+    term: int
+    token: str
+    live_bytes: int  # for which live versions need room on each node
+    known: Known  # from earlier starts
+    save: Callable[[Known], None]
+    tell: Callable[[str], None]
+    connects: Callable[[Source], bool | None]  # whether a relay answers this host; None: nothing does; blocks
+
+
+class Cluster:
+    """All nodes of a run. `listening` makes it."""
+
+    def __init__(
+        self,
+        config: Config,
+        settings: ClusterSettings,
+        *,
+        hub: NodeHub,
+        store: VersionStore,
+        relay: Relay,
+        source: Source,
+    ) -> None:
+        """`relay`, of this host, is `source` for nodes."""
+        self.relay = relay
+        self.own_source = source
+        self._config = config
+        self._settings = settings
+        self._hub = hub
+        self._dumped = dump(config)
+        self._checks: dict[int, asyncio.Task[None]] = {}  # of addresses, by place
+        self._running: asyncio.Task[None] | None = None
+        self.changes = Changes()
+        self._began = time.monotonic()
+        self._asked: dict[str, dict[bytes, float]] = {}  # name -> processes of that name -> when they first asked
+        self.places: list[Place] = []
+        for number in range(config.nodes.expected):
+            self._add_place().first_instance = self._first_instance(number)
+        for name, known in settings.known.items():
+            while len(self.places) <= known.place:
+                self._add_place()
+            self.places[known.place].name, self.places[known.place].first_instance = name, known.first_instance
+        self.spread = Spread(self.places, store=store, relay=relay, source=source, changes=self.changes)
+        self.on_new_servers: Callable[[Place], int] | None = None  #: returns the first instance of a place
+        self.on_leaving: Callable[[Place], None] = lambda place: None
+
+    @classmethod
+    @asynccontextmanager
+    async def listening(
+        cls, config: Config, settings: ClusterSettings, *, store: VersionStore, checkpoints: Path
+    ) -> AsyncIterator[Cluster]:
+        """Listen for nodes, and serve the versions of this host to them."""
+        hub = NodeHub(address=config.nodes.address, token=settings.token)
+        relay = Relay(store, key=(key := token_hex(32)), checkpoints=checkpoints)
+        host = config.nodes.address.removeprefix("tcp://").rpartition(":")[0]
+        try:
+            address = hub.start()
+            async with relay.listening(host.strip("[]").replace("*", "0.0.0.0"), 0) as url:
+                source = Source(url=f"http://{CONTROLLER_HOST}:{url.rpartition(':')[2]}", key=key)
+                cluster = cls(config, settings, hub=hub, store=store, relay=relay, source=source)
+                settings.tell(f"waiting for nodes at {address} (dora node, DORA_CONTROLLER, DORA_TOKEN)")
+                cluster._running = asyncio.create_task(cluster._run(), name="nodes")
+                try:
+                    yield cluster
+                finally:
+                    cluster._running.cancel()
+                    await asyncio.wait({cluster._running})
+        finally:
+            hub.close()
+
+    def _add_place(self) -> Place:
+        number = len(self.places)
+        self.places.append(place := Place(number, has_ranks=number < self._config.num_training_nodes))
+        return place
+
+    def _first_instance(self, number: int) -> int | None:
+        """Return the first instance of a place that the run begins with."""
+        config = self._config
+        rolling = number - config.num_training_nodes
+        return len(config.engine.urls) + rolling * config.servers_of_node if rolling >= 0 else None
+
+    # -- loops --------------------------------------------------------------------------------------------------------
+
+    def loops(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
+        """Return what ends the controller when another one has taken over."""
+        return [("nodes", self._failed())]
+
+    async def _failed(self) -> None:
+        assert self._running is not None, "it is listening"
+        await asyncio.shield(self._running)
+
+    async def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until that is so; RunFailed if another controller takes over."""
+        waiting = asyncio.create_task(self.changes.until(is_so), name="nodes-wait")
+        assert self._running is not None, "it is listening"
+        try:
+            await asyncio.wait({waiting, self._running}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if self._running.done():
+            self._running.result()
+
+    async def _run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._listen(), name="node-messages")
+                group.create_task(self._watch(), name="node-beats")
+                group.create_task(self._follow_changes(), name="node-orders")
+        except* RunFailed as errors:
+            raise errors.exceptions[0] from None
+
+    async def _listen(self) -> None:
+        async for identity, message in self._hub.receive():
+            await self._on_message(identity, message)
+
+    async def _watch(self) -> None:
+        while True:
+            for place in self.places:
+                silent_s = time.monotonic() - place.heard_at
+                if place.identity is not None and silent_s > self._config.nodes.lease_s:
+                    self._lose(place, f"nothing was heard from it for {silent_s:.0f} s")
+                elif place.report is not None and place.is_silent:
+                    self._start_check(place, self._lose_if_dead(place, place.report))
+                    self.changes.tell()  # others no longer wait for what it was to pass on
+                elif place.identity is not None:
+                    await self._hub.send(place.identity, Beat(term=self._settings.term, serial=place.serial))
+                    if place.orders is not None and place.report is not None and place.report.serial != place.serial:
+                        await self._hub.send(place.identity, place.orders)
+            await asyncio.sleep(BEAT_S)
+
+    async def _follow_changes(self) -> None:
+        """Send new orders whenever they differ from the last ones."""
+        while True:
+            changed = self.changes.next()
+            for place, versions in zip([*self.places], self.spread.orders(), strict=True):
+                await self._send_orders(place, versions)
+            await changed
+
+    # -- nodes --------------------------------------------------------------------------------------------------------
+
+    async def _on_message(self, identity: bytes, message: FromNode) -> None:
+        place = next((place for place in self.places if place.identity == identity), None)
+        match message:
+            case Superseded():
+                raise RunFailed(
+                    f"another controller has taken over the run (term {message.term}, this one has "
+                    f"{self._settings.term}); this one ends and changes nothing any more"
+                )
+            case Join():
+                await self._on_join(identity, message)
+            case Report() if place is not None and message.term == self._settings.term:
+                self._on_report(place, message)
+
+    async def _on_join(self, identity: bytes, join: Join) -> None:
+        release = release_of("dora-rl")
+        if (join.protocol, join.release) != (NODE_PROTOCOL, release):
+            reason = (
+                f"it has DORA {join.release} (protocol {join.protocol}), the controller {release} ({NODE_PROTOCOL})"
+            )
+            await self._hub.send(identity, Rejected(reason=f"{reason}; install the same release"))
+            return
+        if join.run_id not in ("", self._settings.run_id):
+            return  # its run may go on elsewhere; otherwise it ends by itself
+        place, reason = self._place_for(join.name, identity)
+        if place is None:
+            if reason:
+                await self._hub.send(identity, Rejected(reason=reason))
+            return
+        if place.identity != identity:
+            self._asked.pop(join.name, None)
+            place.name, place.identity, place.report, place.orders = join.name, identity, None, None
+            place.lost = "it has not reported yet"
+            self._save()
+        place.heard_at = time.monotonic()
+        welcome = Welcome(
+            term=self._settings.term,
+            run_id=self._settings.run_id,
+            first_instance=-1 if place.first_instance is None else place.first_instance,
+            config=self._dumped,
+            live_bytes=self._settings.live_bytes,
+        )
+        await self._hub.send(identity, welcome)
+
+    def _save(self) -> None:
+        each = self._config.servers_of_node
+        self._settings.save({p.name: KnownNode(p.number, p.first_instance, each) for p in self.places if p.name})
+
+    def _place_for(self, name: str, identity: bytes) -> tuple[Place | None, str]:
+        """Return the place of a node that joins, or why it is rejected; neither if it must ask again later."""
+        now = time.monotonic()
+        asked_at = self._asked.setdefault(name, {}).setdefault(identity, now)
+        if self._is_gathering(now):
+            return None, ""
+        for place in self.places:
+            if place.identity == identity:
+                return place, ""
+            if place.name == name and place.identity is not None and not place.is_silent:
+                reason = f"another node is named {name}; give it another name (--name)"
+                return None, reason if now - asked_at > NAMED_S else ""
+            if place.name == name:
+                return place, ""
+        vacant = [place for place in self.places if place.identity is None]
+        if now - self._began < RETURN_S and self._settings.known:
+            vacant = [place for place in vacant if not place.name]
+        if not vacant and len(self.places) < self._config.max_nodes:
+            vacant = [self._add_place()]
+        if not vacant:
+            is_full = all(place.identity is not None for place in self.places)
+            return None, f"the run has its {self._config.max_nodes} nodes (nodes.max)" if is_full else ""
+        place = min(vacant, key=lambda place: (place.name != "", place.number))
+        if place.first_instance is None and not place.has_ranks:
+            if self.on_new_servers is None:
+                return None, ""
+            place.first_instance = self.on_new_servers(place)
+        return place, ""
+
+    def _on_report(self, place: Place, report: Report) -> None:
+        was_silent, place.heard_at = place.is_silent, time.monotonic()
+        if place.report is None:
+            self._start_check(place, self._admit(place, report))
+            return
+        if report.is_leaving and not place.report.is_leaving and not place.has_ranks:
+            self._settings.tell(f"node {place.name} leaves: its instances are drained")
+            self.on_leaving(place)
+        if was_silent or place.report != replace(
+            report, clock=place.report.clock, shared_bytes=place.report.shared_bytes
+        ):
+            place.report = report
+            self.changes.tell()
+
+    def _start_check(self, place: Place, check: Coroutine[Any, Any, None]) -> None:
+        """Run a check of a place, unless one is under way."""
+        if place.number in self._checks:
+            check.close()
+            return
+        self._checks[place.number] = asyncio.create_task(check, name=f"check-{place.name}")
+        self._checks[place.number].add_done_callback(lambda _: self._checks.pop(place.number))
+
+    async def _lose_if_dead(self, place: Place, report: Report) -> None:
+        """Do not wait for the lease if the host of a silent node says that no process listens there."""
+        is_dead = await asyncio.to_thread(self._settings.connects, report.relay) is False
+        if is_dead and place.report is not None and place.is_silent:
+            self._lose(place, "its process has ended")
+
+    async def _admit(self, place: Place, report: Report) -> None:
+        """Connect to a node; then its place is ready."""
+        identity = place.identity
+        assert identity is not None, "it has reported"
+        reason = self._why_unfit(place, report)
+        if not reason and not await asyncio.to_thread(self._settings.connects, report.relay):
+            reason = f"the controller cannot connect to {report.relay.url}; give the address of this node (--address)"
+        if reason:
+            await self._hub.send(identity, Rejected(reason=reason))
+            self._lose(place, reason)
+            return
+        place.report, place.lost = report, ""
+        joined = sum(place.report is not None for place in self.places)
+        first, each = place.first_instance, self._config.servers_of_node
+        what = "with ranks" if first is None else f"with instances {first} to {first + each - 1}"
+        self._settings.tell(
+            f"node {place.name} has joined {what} ({joined} here, {self._config.nodes.expected} expected)"
+        )
+        self.changes.tell()
+
+    def _is_gathering(self, now: float) -> bool:
+        """Whether a new run still waits for all nodes. Then they get their places in the order of their names."""
+        if any(place.name for place in self.places):
+            return False
+        names = sorted(self._asked, key=_natural)
+        first = min(at for askers in self._asked.values() for at in askers.values())
+        if len(names) < self._config.nodes.expected and now - first < GATHER_S:
+            return True
+        for place, name in zip(self.places, names, strict=False):
+            place.name = name
+        return False
+
+    def _why_unfit(self, place: Place, report: Report) -> str:
+        config = self._config
+        needs_gpus = (config.trainer if place.has_ranks else config.engine).device == "cuda"
+        if needs_gpus and report.gpus < config.nodes.gpus:
+            return f"it has {report.gpus} GPUs, and the run is planned for {config.nodes.gpus} (nodes.gpus)"
+        if not place.has_ranks and config.engine.kind == "sglang" and not config.engine.command and not report.engine:
+            return "SGLang is not installed there (engine.kind)"
+        return ""
+
+    def _lose(self, place: Place, reason: str) -> None:
+        log.warning("node_lost", node=place.name, reason=reason)
+        self._settings.tell(f"node {place.name} is lost: {reason}")
+        place.identity = place.report = place.orders = None
+        place.servers, place.ranks, place.lost = {}, None, reason
+        self.changes.tell()
+
+    async def _send_orders(self, place: Place, versions: dict[int, FolderOrder]) -> None:
+        if place.identity is None or place.report is None:
+            return
+        wanted = Orders(
+            term=self._settings.term,
+            serial=place.serial,
+            servers=dict(place.servers),
+            ranks=place.ranks,
+            versions=versions,
+        )
+        if place.orders != wanted:
+            place.serial += 1
+            place.orders = replace(wanted, serial=place.serial)
+            await self._hub.send(place.identity, place.orders)
+            await asyncio.sleep(0)  # others get their turn
+
+    async def end(self, reason: str) -> None:
+        """Tell all nodes that the run is over."""
+        for place in self.places:
+            if place.identity is not None:
+                await self._hub.send(place.identity, Over(term=self._settings.term, reason=reason))
+
+    async def let_go(self, place: Place) -> None:
+        """Tell a node that it has left; the next one in its place has servers with other numbers."""
+        if place.identity is not None:
+            await self._hub.send(place.identity, Over(term=self._settings.term, reason="the node has left the run"))
+        place.name, place.identity, place.report, place.orders = "", None, None, None
+        place.first_instance, place.lost = None, "the node has left"
+        self._save()
+        self.changes.tell()
+
+    def place_of(self, instance: InstanceId) -> Place | None:
+        """Return the place of a server of a node."""
+        each = self._config.servers_of_node
+        for place in self.places:
+            first = place.first_instance
+            if first is not None and first <= instance < first + each:
+                return place
+        return None
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts node-2 before node-10."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,378 @@
+"""A node as part of a run: its processes, the versions that it holds, its fence.
+
+Invariant: what it holds is what the controller has journaled, verified against its checksums, and nothing of it changes
+while the controller wants it. A fetched version is visible only when it is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version as release_of
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+import psutil
+import structlog
+
+from dora.config.load import parse
+from dora.core.ids import VersionId
+from dora.errors import ConfigError
+from dora.journal.access import restrict
+from dora.node.cuda import num_devices
+from dora.node.place import Changes
+from dora.node.plan import ProcessPlan, TrainingNode, plan_node_engines, plan_trainer
+from dora.node.ports import free_port, interface_of
+from dora.node.processes import OrderedProcess
+from dora.node.supervise import IsWell, Node
+from dora.transport.node_messages import (
+    CONTROLLER_HOST,
+    FolderOrder,
+    NodePaths,
+    Orders,
+    RanksOrder,
+    Report,
+    Source,
+    Welcome,
+)
+from dora.weights.fence import raise_fence
+from dora.weights.relay import Relay
+from dora.weights.source import VersionSource
+from dora.weights.store import Manifest, StoreError, VersionStore, choose_memory_root, claim, sweep_orphans
+
+log = structlog.get_logger(__name__)
+
+#: Delay before a version that could not be fetched is asked for again.
+FETCH_PAUSE_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """What a node is told by whoever starts it."""
+
+    name: str
+    host: str  # its address for others
+    folder: Path
+    token: str
+    api_key: str | None  # of its servers; None: each gets its own
+    find_model: Callable[[str], Path]  # `model.path` -> folder
+    is_well: IsWell
+    tell: Callable[[str], None]  # shows a line to the user
+
+
+class Member:
+    """Built by `enter`, whose stack ends everything."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        welcome: Welcome,
+        *,
+        paths: NodePaths,
+        node: Node,
+        lease: Path,
+        store: VersionStore,
+        relay: Relay,
+        source: Source,
+        gpus: int,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.run_id = welcome.run_id
+        self.config = parse(welcome.config)
+        self._settings = settings
+        self._paths = paths
+        self._node = node
+        self._lease = lease
+        self._store = store
+        self._relay = relay
+        self._source = source
+        self._checkpoints = Path(paths.checkpoints)
+        self._gpus = gpus
+        self._on_change = on_change
+        self._controller = ""  # its host
+        self._first_instance = welcome.first_instance
+        self._orders: Orders | None = None  # None until the controller that is followed has given any
+        self._servers: dict[int, OrderedProcess] = {}
+        self._ranks = self._process(self._plan_ranks)
+        self._meeting_port = free_port(settings.host)
+        self._held: dict[int, Path] = {}  # versions -> folders
+        self._fetches: dict[int, asyncio.Task[None]] = {}
+        self._receiving: set[int] = set()  # versions that have a source
+        self._ordered = Changes()
+        self._problem = ""
+
+    @classmethod
+    async def enter(
+        cls, stack: AsyncExitStack, settings: NodeSettings, welcome: Welcome, *, on_change: Callable[[], None]
+    ) -> Member:
+        """Prepare folders, store and relay for a run."""
+        config = parse(welcome.config)
+        model = settings.find_model(config.model.path)
+        root = (settings.folder / welcome.run_id).resolve()
+        store = await asyncio.to_thread(_open_store, stack, settings, welcome, root)
+        key, lease = secrets.token_hex(32), root / f"lease-{os.getpid()}"
+        relay = Relay(store, key=key, checkpoints=root / "checkpoints")
+        url = await stack.enter_async_context(relay.listening(settings.host, 0))
+        stack.callback(partial(lease.unlink, missing_ok=True))
+        node = await stack.enter_async_context(Node(logs=root / "logs", lease=lease, host=settings.host))
+        uses_cuda = "cuda" in (config.engine.device, config.trainer.device)
+        member = cls(
+            settings,
+            welcome,
+            paths=NodePaths(
+                model=str(model),
+                memory_root=str(store.memory_root),
+                durable_root=str(root / "versions"),
+                checkpoints=str(root / "checkpoints"),
+                fence=str(root / "epoch"),
+                logs=str(root / "logs"),
+            ),
+            node=node,
+            lease=lease,
+            store=store,
+            relay=relay,
+            source=Source(url=url, key=key),
+            gpus=await asyncio.to_thread(num_devices, os.environ) if uses_cuda else 0,
+            on_change=on_change,
+        )
+        stack.push_async_callback(member._end_fetches)
+        return member
+
+    @property
+    def logs(self) -> str:
+        return self._paths.logs
+
+    @property
+    def has_ranks(self) -> bool:
+        return self._first_instance < 0
+
+    async def change_controller(self, welcome: Welcome, *, controller: str) -> None:
+        """Follow this controller: the ranks of an earlier one end, servers go on."""
+        self.config, self._first_instance, self._orders = parse(welcome.config), welcome.first_instance, None
+        self._controller = controller
+        await asyncio.to_thread(raise_fence, Path(self._paths.fence), epoch=welcome.term)
+        await self._ranks.close()
+
+    def report(self, term: int, *, is_leaving: bool) -> Report:
+        return Report(
+            term=term,
+            serial=self._orders.serial if self._orders is not None else -1,
+            clock=time.time(),
+            gpus=self._gpus,
+            memory_bytes=psutil.virtual_memory().total,
+            shared_bytes=shutil.disk_usage(self._paths.memory_root).free,
+            engine=release_of("sglang") if find_spec("sglang") else "",
+            relay=self._source,
+            meeting_port=self._meeting_port,
+            paths=self._paths,
+            servers={index: server.state for index, server in self._servers.items() if server.state is not None},
+            ranks=self._ranks.state,
+            versions={version: str(folder) for version, folder in self._held.items()},
+            fetching=tuple(self._receiving),
+            problem=self._problem,
+            is_leaving=is_leaving,
+        )
+
+    # -- orders -------------------------------------------------------------------------------------------------------
+
+    async def follow(self, orders: Orders) -> None:
+        """Have the processes run, and the versions held, that are ordered."""
+        before = self._orders
+        if before is not None and orders.serial <= before.serial:
+            return
+        self._orders = orders
+        for index in {*self._servers, *orders.servers}:
+            if index not in self._servers:
+                self._servers[index] = self._process(partial(self._plan_server, index))
+            self._servers[index].follow(orders.servers.get(index))
+        # A version exists only once the controller has journaled it, so a new controller may not know all of them.
+        known = before.versions if before is not None else await asyncio.to_thread(self._stored)
+        for version in {*known} - {*orders.versions}:
+            await self._drop(version)
+        for version, order in orders.versions.items():
+            if version not in self._held and version not in self._fetches:
+                self._fetches[version] = asyncio.create_task(self._fetch(version, order), name=f"fetch-{version}")
+        self._ranks.follow(orders.ranks.start if orders.ranks is not None else None)
+        self._ordered.tell()
+        self._on_change()
+
+    def _process(self, plan: Callable[[], Awaitable[ProcessPlan]]) -> OrderedProcess:
+        return OrderedProcess(
+            plan,
+            node=self._node,
+            is_well=self._settings.is_well,
+            api_key=self._settings.api_key,
+            on_change=self._on_change,
+        )
+
+    async def _plan_server(self, index: int) -> ProcessPlan:
+        plans = plan_node_engines(
+            self.config,
+            first=self._first_instance,
+            host=self._settings.host,
+            model=Path(self._paths.model),
+            lease=self._lease,
+            environ=os.environ,
+        )
+        if index >= len(plans):
+            raise ConfigError(f"the controller ordered server {index}, but this node has {len(plans)}")
+        return plans[index]
+
+    async def _plan_ranks(self) -> ProcessPlan:
+        """Bring what the ranks need to this node, and return their plan."""
+        assert self._orders is not None, "there are orders to start them"
+        orders = self._orders.ranks
+        assert orders is not None, "there are orders to start them"
+        for name, wanted in orders.checkpoints.items():
+            sources = partial(tuple, tuple(map(self._reachable, wanted.sources)))
+            try:
+                await self._relay.fetch_checkpoint(
+                    name, wanted.files, wanted.num_bytes, sources, into=self._checkpoints
+                )
+            except StoreError as err:  # the ranks take an older one
+                self._settings.tell(f"checkpoint {name} was not received: {err}")
+        return plan_trainer(
+            self.config,
+            controller=f"tcp://{self._controller}:{orders.port}",
+            token=self._settings.token,
+            lease=self._lease,
+            store=self._lease.with_name(f"{self._lease.name}-{orders.start}.store"),
+            environ=os.environ,
+            node=self._training_node(orders) if orders.nodes > 1 else None,
+        )
+
+    def _training_node(self, orders: RanksOrder) -> TrainingNode:
+        master, _, port = orders.master.rpartition(":")
+        return TrainingNode(
+            nodes=orders.nodes,
+            index=orders.node_rank,
+            ranks=self.config.trainer.ranks // orders.nodes,
+            master=master,
+            port=int(port),
+            interface=interface_of(self._settings.host),
+        )
+
+    # -- versions -----------------------------------------------------------------------------------------------------
+
+    def _stored(self) -> list[VersionId]:
+        return [*{*self._store.live(), *self._store.durable()}]
+
+    async def _fetch(self, version: int, order: FolderOrder) -> None:
+        """Have a version, from a source or because ranks of this node wrote it; repeat until it is there."""
+        manifest = Manifest(version=VersionId(version), files=order.files, num_bytes=order.num_bytes, chain=order.chain)
+        try:
+            while self._is_wanted(version):
+                try:
+                    await self._receive(manifest)
+                    return
+                except StoreError as err:
+                    if not self._is_wanted(version):  # it was released meanwhile
+                        return
+                    self._problem = str(err)
+                    log.warning("version_not_received", version=version, reason=str(err))
+                    self._on_change()
+                await asyncio.sleep(FETCH_PAUSE_S)
+        finally:
+            del self._fetches[version]
+
+    async def _receive(self, manifest: Manifest) -> None:
+        version = manifest.version
+        try:
+            if not await asyncio.to_thread(self._discard_others, manifest):
+                await self._ordered.until(lambda: bool(self._sources(version)))
+                self._receiving.add(version)
+                self._on_change()
+                await self._relay.fetch(manifest, _last_known(partial(self._sources, version)))
+            self._held[version] = await asyncio.to_thread(self._store.folder, version)
+        finally:
+            self._receiving.discard(version)
+        self._problem = ""
+        self._on_change()
+
+    def _is_wanted(self, version: int) -> bool:
+        return self._orders is None or version in self._orders.versions
+
+    def _discard_others(self, manifest: Manifest) -> bool:
+        """Delete files of another history under the version's number; return whether the version is here already."""
+        try:
+            existing = self._store.manifest(manifest.version)
+        except StoreError:
+            return False
+        if existing != manifest:
+            self._store.discard(manifest.version)
+        return existing == manifest
+
+    def _sources(self, version: int) -> list[VersionSource]:
+        order = self._orders.versions.get(version) if self._orders is not None else None
+        return [self._reachable(source) for source in order.sources] if order is not None else []
+
+    def _reachable(self, source: Source) -> VersionSource:
+        address = urlsplit(source.url)
+        if address.hostname == CONTROLLER_HOST:
+            return VersionSource(f"http://{self._controller}:{address.port}", source.key)
+        return VersionSource(source.url, source.key)
+
+    async def _drop(self, version: int) -> None:
+        """Delete a version that is released or unknown."""
+        if (fetch := self._fetches.get(version)) is not None:
+            fetch.cancel()
+            await asyncio.wait({fetch})
+        self._held.pop(version, None)
+        with suppress(StoreError):
+            await asyncio.to_thread(self._store.discard, VersionId(version))
+
+    async def _end_fetches(self) -> None:
+        fetches = [*self._fetches.values()]
+        for fetch in fetches:
+            fetch.cancel()
+        await asyncio.gather(*fetches, return_exceptions=True)
+
+
+def _last_known(sources: Callable[[], list[VersionSource]]) -> Callable[[], list[VersionSource]]:
+    """Return the last sources that were known, for a version that is being received."""
+    last: list[VersionSource] = []
+
+    def current() -> list[VersionSource]:
+        nonlocal last
+        last = sources() or last
+        return last
+
+    return current
+
+
+def _open_store(stack: AsyncExitStack, settings: NodeSettings, welcome: Welcome, root: Path) -> VersionStore:
+    """Make the folders of a run on this node. What an earlier process of the node left is not used."""
+    config = parse(welcome.config)
+    durable = root / "versions"
+    try:
+        for folder in (root, root / "logs", root / "checkpoints", durable):
+            folder.mkdir(parents=True, exist_ok=True)
+        restrict(root, group=config.run.group)
+    except OSError as err:
+        raise ConfigError(f"--folder: cannot create {root} ({err.strerror})") from err
+    name = f"{welcome.run_id}-{settings.name}"
+    sweep_orphans(config.weights.memory_folder, run_id=name)
+    memory = choose_memory_root(
+        config.weights.memory_folder,
+        run_id=name,
+        needed_bytes=welcome.live_bytes,
+        fallback=durable,
+        group=config.run.group,
+    )
+    if memory != durable:
+        stack.enter_context(claim(memory, durable_root=durable))
+    store = VersionStore(memory_root=memory, durable_root=durable)
+    stack.callback(store.close)
+    store.sweep()
+    for version in {*store.live(), *store.durable()}:
+        store.discard(version)
+    return store

@@ -1,0 +1,55 @@
+"""What a controller knows of one node, and wants of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from dora.transport.node_messages import Orders, RanksOrder, Report
+
+#: A node that was heard this recently is alive; it reports every 2 s.
+ALIVE_S: Final = 6.0
+
+
+@dataclass(slots=True)
+class Place:
+    """The part of a run that one node has."""
+
+    number: int
+    has_ranks: bool
+    first_instance: int | None = None  # of its servers; None if it has none, or no node has joined after one left
+    name: str = ""  # of its node, or of the last one
+    identity: bytes | None = None  # of the node's process; None: none has joined, or it is lost
+    report: Report | None = None  # the last one; None until this host has connected to the node
+    heard_at: float = 0.0
+    lost: str = "no node has joined"  # why there is no report
+    servers: dict[int, int] = field(default_factory=dict)  # wanted: index -> number of the start
+    ranks: RanksOrder | None = None  # wanted
+    orders: Orders | None = None  # the last ones
+    serial: int = 0  # of the last ones
+
+    @property
+    def is_silent(self) -> bool:
+        return time.monotonic() - self.heard_at > ALIVE_S
+
+
+class Changes:
+    """Wakes everyone who waits for something to be so."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def tell(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    def next(self) -> Awaitable[object]:
+        """Return what waits for the first change from now on."""
+        return self._event.wait()
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            await self._event.wait()

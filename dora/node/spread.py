@@ -1,0 +1,157 @@
+"""Which nodes have which versions, and from whom each of them, and this host, receives them.
+
+Invariant: only versions that the controller has journaled are named to nodes, until they are released. This host is the
+last receiver, and keeps the durable copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from dora.core.ids import VersionId
+from dora.errors import RemoteError
+from dora.node.place import Changes, Place
+from dora.node.sources import Holding, choose
+from dora.transport.node_messages import FolderOrder, Source
+from dora.weights.relay import Relay
+from dora.weights.source import VersionSource
+from dora.weights.store import Manifest, StoreError, VersionStore
+
+log = structlog.get_logger(__name__)
+
+#: Delay before a version that could not be received is asked for again.
+FETCH_PAUSE_S: Final = 1.0
+#: Limit of the wait for a version on a node; one that takes longer than this is of no use to a run.
+ARRIVAL_TIMEOUT_S: Final = 3_600.0
+
+
+class Spread:
+    def __init__(
+        self, places: Sequence[Place], *, store: VersionStore, relay: Relay, source: Source, changes: Changes
+    ) -> None:
+        """`source`: this host's relay, as nodes see it."""
+        self._places = places
+        self._store = store
+        self._relay = relay
+        self._source = source
+        self._changes = changes
+        self._manifests: dict[VersionId, Manifest] = {}
+        self._own: dict[VersionId, Holding] = {}  # what this host has
+        #: Versions that the ranks will write again: on their node, so that the journaled bytes are kept.
+        self._again: dict[VersionId, Manifest] = {}
+
+    def hold_again(self, manifest: Manifest) -> None:
+        """Have the ranks' node receive a version that its ranks will write again."""
+        self._again[manifest.version] = manifest
+        self._own.setdefault(manifest.version, Holding.NOTHING)
+        self.note_own(manifest.version)
+
+    def has_again(self, place: Place) -> bool:
+        """Return whether the ranks' node has all versions that its ranks will write again."""
+        return place.report is not None and self._again.keys() <= place.report.versions.keys()
+
+    def hold(self, manifest: Manifest) -> None:
+        """Have the nodes receive a version that is journaled."""
+        self._again.pop(manifest.version, None)
+        self._manifests[manifest.version] = manifest
+        self._own.setdefault(manifest.version, Holding.NOTHING)
+        self.note_own(manifest.version)
+
+    def note_own(self, version: VersionId) -> None:
+        """Look whether this host's store has a version."""
+        with suppress(StoreError):
+            self._store.folder(version)
+            self._own[version] = Holding.ALL
+        self._changes.tell()
+
+    async def fetch(self, version: VersionId) -> None:
+        """Bring a version into this host's store, unless it is there, or is released meanwhile."""
+        while self._own.get(version) is Holding.NOTHING:
+            self._own[version] = Holding.SOME
+            try:
+                await self._changes.until(lambda: version not in self._own or bool(self._own_sources(version)))
+                if version in self._own:
+                    await self._relay.fetch(self._manifests[version], lambda: self._own_sources(version))
+                    self._own[version] = Holding.ALL
+                    self._changes.tell()
+            except StoreError as err:
+                log.warning("version_not_received", version=version, reason=str(err))
+                await asyncio.sleep(FETCH_PAUSE_S)
+            finally:
+                if self._own.get(version) is Holding.SOME:
+                    self._own[version] = Holding.NOTHING
+
+    def release(self, version: VersionId) -> None:
+        """Have the nodes delete a version."""
+        if self._manifests.pop(version, None) is not None:
+            self._own.pop(version, None)
+            self._changes.tell()
+
+    async def folder(self, place: Place, version: VersionId) -> Path:
+        """Wait until a node has a version, and return its folder there; RemoteError if the node is lost."""
+        identity = place.identity
+
+        def is_decided() -> bool:
+            return place.report is None or place.identity != identity or version in place.report.versions
+
+        try:
+            async with asyncio.timeout(ARRIVAL_TIMEOUT_S):
+                await self._changes.until(is_decided)
+        except TimeoutError:
+            problem = place.report.problem if place.report is not None else place.lost
+            raise RemoteError(
+                f"node {place.name}: has not received version {version} in {ARRIVAL_TIMEOUT_S:g} s; {problem}"
+            ) from None
+        if place.report is None or version not in place.report.versions:
+            raise RemoteError(f"node {place.name} was lost before it had version {version}: {place.lost}")
+        return Path(place.report.versions[version])
+
+    def orders(self) -> list[dict[int, FolderOrder]]:
+        """Return the versions that each node must hold, with their sources, in the order of the places."""
+        found: list[dict[int, FolderOrder]] = [{} for _ in self._places]
+        for version, manifest in {**self._manifests, **self._again}.items():
+            files = dict(manifest.files)
+            for place, sources in self._sources(version):
+                if place is not None:
+                    found[place.number][version] = FolderOrder(
+                        files=files, num_bytes=manifest.num_bytes, chain=manifest.chain, sources=sources
+                    )
+        return found
+
+    def _own_sources(self, version: VersionId) -> list[VersionSource]:
+        [sources] = [sources for place, sources in self._sources(version) if place is None]
+        return [VersionSource(source.url, source.key) for source in sources]
+
+    def _sources(self, version: VersionId) -> list[tuple[Place | None, tuple[Source, ...]]]:
+        """Return all receivers, each with its sources; None is this host."""
+        rolling = [] if version in self._again else [place for place in self._places if not place.has_ranks]
+        chain = [*rolling, None, *(place for place in self._places[:1] if place.has_ranks)]
+        own = self._own.get(version, Holding.NOTHING)
+        chosen = choose([own if place is None else _holding(place, version) for place in chain])
+        return [
+            (place, tuple(self._source_at(chain[i]) for i in sources))
+            for place, sources in zip(chain, chosen, strict=True)
+        ]
+
+    def _source_at(self, place: Place | None) -> Source:
+        if place is None:
+            return self._source
+        assert place.report is not None, "it is not gone"
+        return place.report.relay
+
+
+def _holding(place: Place, version: VersionId) -> Holding:
+    report = place.report
+    if report is None or place.is_silent:
+        return Holding.GONE
+    if version in report.versions:
+        return Holding.ALL
+    if report.problem:
+        return Holding.GONE
+    return Holding.SOME if version in report.fetching else Holding.NOTHING
