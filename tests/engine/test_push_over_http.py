@@ -15,8 +15,9 @@ from dora.engine.errors import PushFailed
 from dora.engine.names import UNCONFIRMED
 from dora.engine.sglang import push as push_module
 from dora.engine.sglang.client import EngineClient
-from dora.engine.sglang.push import push
+from dora.engine.sglang.push import push, take_over
 from dora.engine.sglang.target import PushTarget
+from dora.errors import RemoteError
 
 STAGES = {
     "drain": ("/v1/loads", 1),
@@ -162,3 +163,80 @@ async def test_an_update_that_never_answers_ends_at_the_push_deadline(client: En
         await push_to(client, sglang, timeout_s=1.5)
     never.set()
     assert (failed.value.stage, failed.value.doubtful, sglang.is_paused) == ("update", True, False)
+
+
+# -- taking a server over ---------------------------------------------------------------------------------------------
+
+
+async def test_a_server_at_rest_is_only_resumed_flushed_and_asked(client: EngineClient, sglang: PushServer) -> None:
+    assert await take_over(PushTarget(client, sglang.scripted.url), timeout_s=30) == "run/1"
+    assert sglang.scripted.paths() == ["/continue_generation", "/flush_cache", "/v1/loads", "/model_info"]
+
+
+async def test_requests_are_aborted_until_the_server_flushes_and_counts_none(
+    client: EngineClient, sglang: PushServer
+) -> None:
+    """Those that a pause held back arrive late, and the counts lag behind."""
+    server = sglang.scripted
+    server.says("/abort_request", "")
+    refusals = [400, 400, 200, 400, 200]
+
+    async def flush(_: web.Request) -> web.Response:
+        status = refusals.pop(0)
+        return web.Response(status=status, text="Cache flushed." if status == 200 else "Flush cache failed.")
+
+    server.answers["/flush_cache"] = flush
+    counts = [1, 0]
+
+    async def loads(_: web.Request) -> web.Response:
+        load = captured("GET_v1_loads.json")
+        load["loads"][0]["num_running_reqs"] = counts.pop(0)
+        return web.json_response(load)
+
+    server.answers["/v1/loads"] = loads
+    assert await take_over(PushTarget(client, server.url), timeout_s=30) == "run/1"
+    assert server.paths().count("/abort_request") == 4
+    assert (refusals, counts) == ([], [])
+    assert {tuple(body.items()) for path, body in server.calls if path == "/abort_request"} == {
+        (("rid", ""), ("abort_all", True))
+    }
+
+
+async def test_the_gate_of_an_update_that_was_not_ended_is_closed(client: EngineClient, sglang: PushServer) -> None:
+    sglang.label = UNCONFIRMED
+    sglang.scripted.says("/end_weight_update", {"success": True, "message": ""})
+    assert await take_over(PushTarget(client, sglang.scripted.url), timeout_s=30) == UNCONFIRMED
+    assert sglang.scripted.paths()[-1] == "/end_weight_update"
+    del sglang.scripted.answers["/end_weight_update"]  # a release without gates
+    assert await take_over(PushTarget(client, sglang.scripted.url), timeout_s=30) == UNCONFIRMED
+
+
+async def test_a_server_that_does_not_come_to_rest_is_an_error(client: EngineClient, sglang: PushServer) -> None:
+    sglang.scripted.says("/abort_request", "")
+    sglang.scripted.says("/flush_cache", captured("flush_busy.json"), status=400)
+    with pytest.raises(RemoteError, match=r"was not at rest within 0\.3 s"):
+        await take_over(PushTarget(client, sglang.scripted.url), timeout_s=0.3)
+
+
+async def test_a_server_that_never_ends_the_update_of_a_dead_controller_is_an_error(
+    client: EngineClient, sglang: PushServer
+) -> None:
+    never = asyncio.Event()
+
+    async def hang(_: web.Request) -> web.Response:
+        await never.wait()
+        return web.Response()
+
+    sglang.scripted.answers["/flush_cache"] = hang
+    with pytest.raises(RemoteError, match=r"was not at rest within 0\.3 s|no answer to /flush_cache within 0\.3 s"):
+        await take_over(PushTarget(client, sglang.scripted.url), timeout_s=0.3)
+    never.set()
+
+
+@pytest.mark.parametrize("path", ["/continue_generation", "/flush_cache", "/v1/loads", "/model_info"])
+async def test_a_server_that_dies_while_it_is_taken_over_is_an_error(
+    client: EngineClient, sglang: PushServer, path: str
+) -> None:
+    sglang.dies_at = (path, 1)
+    with pytest.raises(RemoteError, match="the connection broke off"):
+        await take_over(PushTarget(client, sglang.scripted.url), timeout_s=30)
