@@ -113,11 +113,8 @@ async def start_ranks(
     now: Callable[[], float],
     epoch: int = 0,
     nodes: NodeRanks | None = None,
-) -> tuple[ControllerEnd, str, RankProcesses | None]:
-    """Listen for the ranks and start them, here or on `nodes`.
-
-    Return the endpoint, its address, and the processes (None if external).
-    """
+) -> tuple[ControllerEnd, RankProcesses]:
+    """Listen for the ranks and start them, here or on `nodes`; return the endpoint and the processes."""
     token, address = config.trainer.token or secrets.token_hex(16), config.trainer.address
     if config.num_training_nodes:
         address = f"{config.nodes.address.rpartition(':')[0]}:{address.rpartition(':')[2]}"
@@ -126,15 +123,13 @@ async def start_ranks(
     stack.push_async_callback(end.close)
     if nodes is not None:
         await nodes.start(port=int(address.rpartition(":")[2]))
-        return end, address, nodes
-    if config.trainer.external:
-        return end, address, None
+        return end, nodes
     store = lease.with_name(f"{lease.name}.store")
     child = node.add(
         plan_trainer(config, controller=address, token=token, lease=lease, store=store, environ=os.environ)
     )
     await child.start()
-    return end, address, child
+    return end, child
 
 
 async def start_trainer(
@@ -145,19 +140,14 @@ async def start_trainer(
     recorder: Recorder,
     cluster: Cluster | None,
     lease: Path,
-) -> tuple[TrainerLink, RankProcesses | None]:
-    """Start the ranks, or wait for external ones; return the link to them, and the processes."""
+) -> tuple[TrainerLink, RankProcesses]:
+    """Start the ranks; return the link to them, and the processes."""
     job, config = opened.job, opened.job.config
     nodes = NodeRanks(cluster, opened) if cluster is not None and config.num_training_nodes else None
-    end, address, processes = await start_ranks(
-        config, node, stack, lease=lease, now=opened.now, epoch=job.epoch, nodes=nodes
-    )
-    if processes is None:
-        opened.tell(f"waiting for {config.trainer.ranks} trainer ranks at {address} (DORA_CONTROLLER, DORA_TOKEN)")
-    ended = processes.ended if processes is not None else None
+    end, processes = await start_ranks(config, node, stack, lease=lease, now=opened.now, epoch=job.epoch, nodes=nodes)
     paths = nodes.paths if nodes is not None else None
     keep = nodes.keep if nodes is not None and nodes.are_apart else None
-    return opened.trainer_link(end, recorder, process_ended=ended, paths=paths, keep=keep), processes
+    return opened.trainer_link(end, recorder, process_ended=processes.ended, paths=paths, keep=keep), processes
 
 
 def make_controller(

@@ -343,7 +343,7 @@ class Opened:
         end: ControllerEnd,
         recorder: Recorder,
         *,
-        process_ended: Callable[[], Awaitable[str]] | None,
+        process_ended: Callable[[], Awaitable[str]],
         paths: Callable[[int], RankPaths] | None = None,
         keep: Callable[[Mapping[int, CheckpointWritten]], Awaitable[str]] | None = None,
     ) -> TrainerLink:

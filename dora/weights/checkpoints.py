@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -22,7 +22,7 @@ import msgspec
 import xxhash
 
 from dora import files, foreign
-from dora.weights.store import StoreError, StoreFull, clear_errors
+from dora.weights.store import StoreError, StoreFull, checksum_of, clear_errors
 
 MANIFEST = "manifest.json"
 #: 90 bytes for each rank.
@@ -103,11 +103,23 @@ def is_file_of(folder: str, name: str) -> bool:
     return bool(_FOLDER.fullmatch(folder) and _FILE.fullmatch(name))
 
 
-def stage(parent: Path, name: str, names: Iterable[str], *, num_bytes: int) -> Path:
-    """Create an empty folder for these files of a checkpoint; StoreFull if there is no space for them."""
-    what = f"cannot stage {name!r} in {parent}"
-    if not all(is_file_of(name, file) for file in names):
-        raise StoreError(f"{what}: these are not names of a checkpoint and its files")
+def missing(folder: Path, checksums: Mapping[str, str]) -> dict[str, str]:
+    """Return those of the files of a checkpoint (name -> checksum) that its folder does not have."""
+    if not all(is_file_of(folder.name, name) for name in checksums):
+        raise StoreError(f"{folder.name!r}: these are not names of a checkpoint and its files")
+
+    def has(name: str) -> bool:
+        try:
+            return checksum_of(folder / name) == checksums[name]
+        except (OSError, foreign.ForeignFileError):
+            return False
+
+    return {name: checksum for name, checksum in checksums.items() if not has(name)}
+
+
+def stage(parent: Path, name: str, *, num_bytes: int) -> Path:
+    """Create an empty folder for files of a checkpoint; StoreFull if there is no space for them."""
+    what = f"cannot stage {name} in {parent}"
     with clear_errors(what):
         if (free := shutil.disk_usage(parent).free) < num_bytes:
             raise StoreFull(f"{what}: it has {num_bytes:,} bytes, for which there are {free:,}; free some")

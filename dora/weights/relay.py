@@ -17,9 +17,10 @@ import re
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import xxhash
 from aiohttp import web
@@ -39,7 +40,9 @@ from dora.weights.store import Manifest, StoreError, VersionLost, VersionStore
 MAX_CONNECTIONS: Final = 64
 #: Maximum number of deltas that are kept for others.
 MAX_DELTAS: Final = 2
+DELTA_ATTEMPTS: Final = 3  #: before the whole version is fetched
 _FOLDER: Final = "versions/[0-9]{1,9}|deltas/[0-9]{1,9}-[0-9]{1,9}|checkpoints/step-[0-9A-Za-z-]{1,30}"
+_Made = TypeVar("_Made", Path, Path | None)
 _RANGE: Final = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 
 
@@ -140,7 +143,6 @@ class Relay:
         async with AsyncExitStack() as undo:
             old = await in_thread(partial(self._store.folder, base))
             folder = await _staged(partial(self._store.stage, manifest.version), undo)
-            assert folder is not None
             yield old, self._begin(name, folder, dict.fromkeys(manifest.files), num_bytes, undo)
             undo.pop_all()
         self._deltas.append(name)
@@ -151,9 +153,10 @@ class Relay:
     ) -> None:
         """Bring these files (name -> checksum) of a checkpoint into its folder in `into`, beside those it has."""
         async with self._alone(f"checkpoints/{name}") as undo:
-            staged = await _staged(partial(checkpoints.stage, into, name, files, num_bytes=num_bytes), undo)
-            assert staged is not None
-            arrival = self._begin(f"checkpoints/{name}", staged, files, num_bytes, undo)
+            if not (missing := await in_thread(partial(checkpoints.missing, into / name, files))):
+                return
+            staged = await _staged(partial(checkpoints.stage, into, name, num_bytes=num_bytes), undo)
+            arrival = self._begin(f"checkpoints/{name}", staged, missing, num_bytes, undo)
             await arrival.receive(sources, link_to=self._link_to, tell=self._tell)
             await in_thread(partial(checkpoints.expose, staged, into / name, fence=self._store.fence))
 
@@ -191,8 +194,9 @@ class Relay:
     def _begin(
         self, name: str, folder: Path, checksums: Mapping[str, str | None], num_bytes: int, undo: AsyncExitStack
     ) -> Arrival:
-        arrival = Arrival(name, folder, checksums, num_bytes=num_bytes, limits=self._limits)
-        self._arrivals[name] = arrival
+        attempts = DELTA_ATTEMPTS if name.startswith("deltas/") else self._limits.attempts
+        limits = replace(self._limits, attempts=attempts)
+        arrival = self._arrivals[name] = Arrival(name, folder, checksums, num_bytes=num_bytes, limits=limits)
         undo.callback(self._tell)
         undo.callback(self._arrivals.pop, name)
         self._tell()
@@ -302,10 +306,10 @@ class Relay:
         return response
 
 
-async def _staged(make: Callable[[], Path | None], undo: AsyncExitStack) -> Path | None:
+async def _staged(make: Callable[[], _Made], undo: AsyncExitStack) -> _Made:
     """Make a folder in a thread; `undo` deletes it, if it is there still."""
 
-    def stage() -> Path | None:
+    def stage() -> _Made:
         if (folder := make()) is not None:
             undo.push_async_callback(in_thread, partial(shutil.rmtree, folder, ignore_errors=True))
         return folder

@@ -128,8 +128,10 @@ class VersionStore:
         """Make a staged folder visible as `version`, in the root in which it was staged.
 
         If `version` was published before, delete `staged` and keep the old folder. Return the manifest of the folder
-        that is kept; a caller that replays steps compares it with its own. On any error `staged` is deleted. `verified`:
-        with the checksums that the caller has computed while it wrote the files; their names and sizes are compared.
+        that is kept; a caller that replays steps compares it with its own. On any error `staged` is deleted.
+
+        `verified`: what the files have to be; the caller has computed their checksums as it wrote them, so that only
+        names and sizes are compared.
         """
         if (existing := self._find(version)) is not None:
             shutil.rmtree(staged, ignore_errors=True)

@@ -206,7 +206,7 @@ class World:
             if job.rollout_only:
                 trainer = opened.rollout_writer(recorder)
             else:
-                trainer = opened.trainer_link(end, recorder, process_ended=None)  # type: ignore[arg-type]
+                trainer = opened.trainer_link(end, recorder, process_ended=asyncio.Event().wait)  # type: ignore[arg-type]
                 arrived = lambda batch: note(f"wave {batch.step}/{batch.index}")  # noqa: E731
                 model = asyncio.create_task(TrainerModel(end, rng=rng, arrived=arrived).run())
             controller = make_controller(
