@@ -27,7 +27,7 @@ from dora.errors import ConfigError, RemoteError, RunFailed
 from dora.node.cluster import Cluster, ClusterSettings
 from dora.node.place import Place
 from dora.transport.messages import CheckpointWritten
-from dora.transport.node_messages import FolderOrder, ProcessState, RanksOrder, Report, RelaySource
+from dora.transport.node_messages import FolderOrder, ProcessState, RanksOrder, RelaySource, Report
 from dora.weights.checkpoints import read_manifest
 from dora.weights.source import VersionSource
 from dora.weights.store import Manifest, StoreError, VersionStore

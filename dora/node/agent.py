@@ -19,7 +19,7 @@ from typing import Final
 from dora.errors import ConfigError, RunFailed
 from dora.node.member import Member, NodeSettings
 from dora.transport.node_ends import NodeEnd
-from dora.transport.node_messages import NODE_PROTOCOL, Beat, Join, NodeOrders, Over, Rejected, Superseded, NodeWelcome
+from dora.transport.node_messages import NODE_PROTOCOL, Beat, Join, NodeOrders, NodeWelcome, Over, Rejected, Superseded
 
 REPORT_S: Final = 2.0
 #: A controller that has been silent for this long may have been replaced: the node introduces itself again.

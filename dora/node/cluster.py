@@ -40,12 +40,12 @@ from dora.transport.node_messages import (
     FromNode,
     Join,
     NodeOrders,
+    NodeWelcome,
     Over,
     Rejected,
-    Report,
     RelaySource,
+    Report,
     Superseded,
-    NodeWelcome,
 )
 from dora.weights.relay import Relay
 from dora.weights.store import VersionStore

@@ -36,12 +36,12 @@ from dora.node.supervise import IsWell, Node
 from dora.transport.node_messages import (
     CONTROLLER_HOST,
     FolderOrder,
-    NodePaths,
     NodeOrders,
-    RanksOrder,
-    Report,
-    RelaySource,
+    NodePaths,
     NodeWelcome,
+    RanksOrder,
+    RelaySource,
+    Report,
 )
 from dora.weights.fence import raise_fence
 from dora.weights.relay import Relay

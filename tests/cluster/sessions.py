@@ -22,11 +22,11 @@ from dora.transport.node_messages import (
     NODE_PROTOCOL,
     Join,
     NodeOrders,
+    NodeWelcome,
     Over,
     Rejected,
-    Report,
     RelaySource,
-    NodeWelcome,
+    Report,
 )
 from tests.made import made
 
