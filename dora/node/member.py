@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -193,9 +193,7 @@ class Member:
             if index not in self._servers:
                 self._servers[index] = self._process(partial(self._plan_server, index))
             self._servers[index].follow(orders.servers.get(index))
-        # A version exists only once the controller has journaled it, so a new controller may not know all of them.
-        known = before.versions if before is not None else await asyncio.to_thread(self._stored)
-        for version in {*known} - {*orders.versions}:
+        for version in await self._outdated(before, orders):
             await self._drop(version)
         for version, order in orders.versions.items():
             if version not in self._held and version not in self._fetches:
@@ -262,8 +260,22 @@ class Member:
 
     # -- versions -----------------------------------------------------------------------------------------------------
 
-    def _stored(self) -> list[VersionId]:
-        return [*{*self._store.live(), *self._store.durable()}]
+    async def _outdated(self, before: NodeOrders | None, orders: NodeOrders) -> list[int]:
+        """Return the versions that are released, or have other files now.
+
+        A version exists only once the controller has journaled it, so a new controller may not know all of them.
+        """
+        known: dict[int, Mapping[str, str] | None] = {}
+        if before is not None:
+            known |= {version: order.files for version, order in before.versions.items()}
+        else:
+            known |= dict.fromkeys(self._fetches) | await asyncio.to_thread(self._stored)
+        wanted = {version: order.files for version, order in orders.versions.items()}
+        return [version for version, files in known.items() if files is None or files != wanted.get(version)]
+
+    def _stored(self) -> dict[int, Mapping[str, str]]:
+        versions = {*self._store.live(), *self._store.durable()}
+        return {version: self._store.manifest(version).files for version in versions}
 
     async def _fetch(self, version: int, order: FolderOrder) -> None:
         """Have a version, from a source or because ranks of this node wrote it; repeat until it is there."""
