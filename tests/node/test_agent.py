@@ -235,7 +235,7 @@ async def test_a_version_is_received_and_deleted_as_ordered(tmp_path: Path) -> N
                 assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
                 await there.order()
                 await there.report(lambda told: told.serial == 3 and not told.versions)
-                assert not os.path.exists(folder)
+                assert os.listdir(folder.parent) == [OWNER]
 
 
 async def test_a_version_that_is_on_its_way_is_dropped_when_it_is_released(tmp_path: Path) -> None:
