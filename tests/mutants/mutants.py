@@ -12,6 +12,7 @@ from tests.mutants import (
     foreign_files,
     limits,
     models,
+    relay,
     templates,
     trust,
 )
@@ -1193,5 +1194,6 @@ MUTANTS: Final = (
     *limits.MUTANTS,
     *models.MUTANTS,
     *templates.MUTANTS,
+    *relay.MUTANTS,
     *trust.MUTANTS,
 )
