@@ -2,6 +2,7 @@
 
     DoraError
     ├── ConfigError          invalid input; names the field, file or server and what to do (exit code 2)
+    │   └── RunEnded         ... the run to continue has reached its end
     ├── RunFailed            the run cannot continue; one line that says why (exit code 1)
     ├── RemoteError          another process answered with an error, or did not answer
     │   └── ProtocolError    ... or violated the protocol
@@ -39,6 +40,10 @@ class DoraError(Exception):
 
 class ConfigError(DoraError):
     """Invalid input. The message names the field, file or server, and what to change."""
+
+
+class RunEnded(ConfigError):
+    """The run that should be continued has reached its end."""
 
 
 class RunFailed(DoraError):

@@ -1,7 +1,7 @@
 """Where tests run, and what is kept of a property test that fails.
 
 With several workers (`pytest -n`) a file's tests run in one of them, unless they name a group of their own. Whole runs
-and real servers, the deep tests of three folders, have processes that keep two cores busy, so that only half of the
+and real servers, the deep tests of some folders, have processes that keep two cores busy, so that only half of the
 workers run them at the same time. They begin first, since they take longest.
 """
 
@@ -25,7 +25,7 @@ settings.load_profile("dora")
 DEEP_TIMEOUT_S: Final = 900
 
 _TESTS: Final = Path(__file__).parent
-_WHOLE_RUNS: Final = {"sglang", "e2e", "chaos"}
+_WHOLE_RUNS: Final = {"sglang", "e2e", "cluster", "containers", "slurm", "chaos"}
 
 
 @pytest.hookimpl(wrapper=True)  # before the plugin, which reads the names

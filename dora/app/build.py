@@ -37,7 +37,6 @@ from dora.controller.fleet import ExternalServer, Fleet, FleetLimits, Server
 from dora.controller.holders import Holders, OwnStore
 from dora.controller.loop import Controller
 from dora.controller.orders import Orders
-from dora.controller.published import Published
 from dora.controller.recorder import Recorder
 from dora.controller.reporters import TICK_S, Reporters
 from dora.controller.rollouts import RolloutWriter
@@ -51,8 +50,6 @@ from dora.node.plan import plan_engines, plan_sender, plan_trainer
 from dora.node.supervise import Node
 from dora.transport.controller_end import ControllerEnd
 
-#: Maximum number of instances that may join at run time; connections are reserved for them.
-MAX_JOINED = 32
 REACH_TIMEOUT_S = 30.0
 
 
@@ -63,8 +60,10 @@ class RankProcesses(Protocol):
         """Wait until one of them has ended, and return why."""
 
 
-def make_fleet(opened: Opened, node: Node, *, engine: InferenceEngine, cluster: Cluster | None, lease: Path) -> Fleet:
-    """Create the fleet: external servers first, then managed ones."""
+def make_fleet(
+    opened: Opened, node: Node, *, engine: InferenceEngine, streams: int, cluster: Cluster | None, lease: Path
+) -> Fleet:
+    """Create the fleet: external servers first, then managed ones. `streams`: connections that this host allows."""
     config, model = opened.job.config, opened.job.inputs.model
     servers: list[Server] = [ExternalServer(url, engine=engine) for url in config.engine.urls]
     plans = plan_engines(config, model=model, lease=lease, environ=os.environ) if cluster is None else []
@@ -75,7 +74,7 @@ def make_fleet(opened: Opened, node: Node, *, engine: InferenceEngine, cluster: 
         servers,
         engine=engine,
         limits=FleetLimits(
-            instances=config.num_instances + MAX_JOINED,
+            streams=streams,
             slots=config.engine.slots,
             kv_tokens=config.engine.kv_tokens,
             context_tokens=config.longest_request,
@@ -85,6 +84,7 @@ def make_fleet(opened: Opened, node: Node, *, engine: InferenceEngine, cluster: 
         inbox=opened.inbox,
         in_flight=opened.in_flight,
         rows=opened.job.state.instances,
+        version_of=opened.published.version_of,
         now=opened.now,
     )
     if cluster is not None:
@@ -113,11 +113,8 @@ async def start_ranks(
     now: Callable[[], float],
     epoch: int = 0,
     nodes: NodeRanks | None = None,
-) -> tuple[ControllerEnd, str, RankProcesses | None]:
-    """Listen for the ranks and start them, here or on `nodes`.
-
-    Return the endpoint, its address, and the processes (None if external).
-    """
+) -> tuple[ControllerEnd, RankProcesses]:
+    """Listen for the ranks and start them, here or on `nodes`; return the endpoint and the processes."""
     token, address = config.trainer.token or secrets.token_hex(16), config.trainer.address
     if config.num_training_nodes:
         address = f"{config.nodes.address.rpartition(':')[0]}:{address.rpartition(':')[2]}"
@@ -126,15 +123,13 @@ async def start_ranks(
     stack.push_async_callback(end.close)
     if nodes is not None:
         await nodes.start(port=int(address.rpartition(":")[2]))
-        return end, address, nodes
-    if config.trainer.external:
-        return end, address, None
+        return end, nodes
     store = lease.with_name(f"{lease.name}.store")
     child = node.add(
         plan_trainer(config, controller=address, token=token, lease=lease, store=store, environ=os.environ)
     )
     await child.start()
-    return end, address, child
+    return end, child
 
 
 async def start_trainer(
@@ -145,19 +140,14 @@ async def start_trainer(
     recorder: Recorder,
     cluster: Cluster | None,
     lease: Path,
-) -> tuple[TrainerLink, RankProcesses | None]:
-    """Start the ranks, or wait for external ones; return the link to them, and the processes."""
+) -> tuple[TrainerLink, RankProcesses]:
+    """Start the ranks; return the link to them, and the processes."""
     job, config = opened.job, opened.job.config
     nodes = NodeRanks(cluster, opened) if cluster is not None and config.num_training_nodes else None
-    end, address, processes = await start_ranks(
-        config, node, stack, lease=lease, now=opened.now, epoch=job.epoch, nodes=nodes
-    )
-    if processes is None:
-        opened.tell(f"waiting for {config.trainer.ranks} trainer ranks at {address} (DORA_CONTROLLER, DORA_TOKEN)")
-    ended = processes.ended if processes is not None else None
+    end, processes = await start_ranks(config, node, stack, lease=lease, now=opened.now, epoch=job.epoch, nodes=nodes)
     paths = nodes.paths if nodes is not None else None
     keep = nodes.keep if nodes is not None and nodes.are_apart else None
-    return opened.trainer_link(end, recorder, process_ended=ended, paths=paths, keep=keep), processes
+    return opened.trainer_link(end, recorder, process_ended=processes.ended, paths=paths, keep=keep), processes
 
 
 def make_controller(
@@ -173,11 +163,6 @@ def make_controller(
 ) -> Controller:
     """Create the controller and everything through which it acts."""
     job, config = opened.job, opened.job.config
-    published = Published(
-        opened.folder.run_id,
-        files=job.recorded.files if job.recorded is not None else {},
-        missing=opened.missing,
-    )
     ids = RequestIds(opened.folder.run_id, job.epoch)
     tasks = RunTasks()
     holders: Holders = OwnStore(opened.store)
@@ -188,7 +173,6 @@ def make_controller(
         engine,
         fleet,
         holders,
-        published,
         ids,
         graders=graders,
         episodes=episodes,
@@ -203,7 +187,7 @@ def make_controller(
         copies=Copies(
             opened.store,
             checkpoints=opened.folder.checkpoints,
-            published=published,
+            published=opened.published,
             window=job.state.window,
             commits=opened.commits,
             tasks=tasks,
@@ -251,7 +235,6 @@ def _effects(
     engine: InferenceEngine,
     fleet: Fleet,
     holders: Holders,
-    published: Published,
     ids: RequestIds,
     *,
     graders: Graders,
@@ -259,7 +242,7 @@ def _effects(
     on_push_stage: Callable[[InstanceId, str], None],
 ) -> Effects:
     config, inputs = opened.job.config, opened.job.inputs
-    trajectories, now = opened.trajectories, opened.now
+    trajectories, published, now = opened.trajectories, opened.published, opened.now
     sampling = Sampling(
         seed=config.run.seed,
         max_new_tokens=config.rollout.max_new_tokens,

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dora.app.checkpoint_time import interval_s, measure_rate, time_of_checkpoint
 from dora.app.episodes import enter_inputs
 from dora.app.estimate import Shapes, lines
 from dora.app.inputs import Inputs, model_bytes
@@ -82,6 +83,7 @@ async def check(config: Config, report: Report, *, push: bool = False) -> None:
         trained = await asyncio.to_thread(check_trainer, config, inputs.model, stack.enter_context(ExitStack()))
         for topic, text in trained.lines:
             report(topic, text)
+        report("checkpoint", await asyncio.to_thread(_check_checkpoint, config, inputs, trained.checkpoint_bytes))
         engine = await stack.enter_async_context(open_engine(config, max_connections=8))
         async with _servers(config, inputs, engine) as urls:
             servers = [await _check_server(config, inputs, engine, url, trained, report=report) for url in urls]
@@ -127,6 +129,11 @@ async def _check_rewards(config: Config, inputs: Inputs, graders: Graders, *, re
         raise ConfigError(*(f"{problem} (when grading a row's reference answer)" for problem in problems))
 
 
+def _check_checkpoint(config: Config, inputs: Inputs, num_bytes: int) -> str:
+    rate, interval = measure_rate(config, num_bytes), interval_s(config, Shapes.read(inputs.model))
+    return time_of_checkpoint(config, num_bytes, rate=rate, interval=interval)
+
+
 def _reference(prompt: Prompt, inputs: Inputs, *, max_tokens: int) -> GradeRequest:
     """Return the request for a response that equals the reference answer."""
     num_tokens = len(inputs.tokenizer.encode(prompt.answer, special_tokens=False)) + 1
@@ -165,7 +172,7 @@ async def _servers(config: Config, inputs: Inputs, engine: InferenceEngine) -> A
         async with Node(logs=Path(folder), lease=lease) as node:
             child = node.add(plan, is_well=partial(engine.is_alive, timeout_s=PROBE_TIMEOUT_S))
             try:
-                url = await ManagedServer(child, engine=engine, api_key=config.engine.api_key).start()
+                url = (await ManagedServer(child, engine=engine, api_key=config.engine.api_key).start()).url
             except RemoteError as err:
                 raise ConfigError(f"engine: {err}") from err
             yield [*config.engine.urls, url]
@@ -255,7 +262,7 @@ async def _compare_logprobs(
 def report_job(config: Config, report: Report) -> None:
     """Report what the configuration alone says about the run."""
     rollout, engine, trainer = config.rollout, config.engine, config.trainer
-    ranks = "started externally" if trainer.external else f"started here on {trainer.device}"
+    where = f"on {config.num_training_nodes} nodes" if config.num_training_nodes else "here"
     live = 1 if config.rules.in_flight else config.max_staleness + 1
     broken = "".join(f"; breaks {name} by design" for name in config.rules.broken_by_design)
     report("strategy", f"{rollout.strategy}, K = {config.max_staleness} in force, "
@@ -273,7 +280,8 @@ def report_job(config: Config, report: Report) -> None:
     report("KV", f"{room}; the longest request has {config.longest_request} tokens")
     report(
         "trainer",
-        f"{trainer.ranks} ranks {ranks}, {trainer.dtype}, {trainer.micro_batch_tokens} tokens per micro-batch",
+        f"{trainer.ranks} ranks started {where} on {trainer.device}, {trainer.dtype}, {trainer.micro_batch_tokens} "
+        "tokens per micro-batch",
     )
 
 

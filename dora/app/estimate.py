@@ -135,7 +135,7 @@ def best_split(
 
 def starts_all_on_gpus(config: Config) -> bool:
     """Return whether the run starts all its servers and ranks, and all on GPUs; only then are times estimated."""
-    all_here = config.num_managed and not config.engine.urls and not config.trainer.external
+    all_here = config.num_managed and not config.engine.urls
     return bool(all_here) and config.engine.device != "cpu" and config.trainer.device != "cpu"
 
 

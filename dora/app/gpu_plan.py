@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 from dora.app.check import Report, report_job
+from dora.app.checkpoint_time import checkpoint_bytes, interval_s, time_of_checkpoint
 from dora.app.estimate import (
     BYTES,
     Shapes,
@@ -69,6 +70,9 @@ def check_plan(config: Config, gpus: Gpus, report: Report) -> bool:
     if config.trainer.device == "cuda":
         for topic, text in memory_lines(config, model, outline, mode=mode, memory=gpus.memory):
             report(topic, text)
+        interval = interval_s(config, shapes)
+        text = time_of_checkpoint(config, checkpoint_bytes(config, outline), rate=None, interval=interval)
+        report("checkpoint", text)
         fits.append(plan.rank_bytes(config.trainer.ranks) <= plan.available)
     if config.engine.device == "cuda" and config.num_managed:
         fits += [plan.check_instance(report), plan.check_shared(report)]
@@ -94,10 +98,9 @@ class _Plan:
         self.alone = outline.forecast(tokens=max(trainer.micro_batch_tokens, longest), longest=longest, ranks=1)
         self.ranks_fit = [n for n in range(1, gpus.count) if self.rank_bytes(n) <= self.available]
         self.num_ranks = trainer.ranks if trainer.device == "cuda" else 0  #: on GPUs
-        self.on: dict[int, list[str]] = defaultdict(list)  #: what is on each GPU; without ranks on other hosts
-        if not trainer.external:
-            for rank in range(self.num_ranks):
-                self.on[rank].append(f"rank {rank}")
+        self.on: dict[int, list[str]] = defaultdict(list)  #: what is on each GPU
+        for rank in range(self.num_ranks):
+            self.on[rank].append(f"rank {rank}")
         if config.engine.device == "cuda":
             for index, names in enumerate(assign_gpus(config, environ={})):
                 for name in (names or "0").split(","):
@@ -111,7 +114,7 @@ class _Plan:
 
     def check_split(self, report: Report) -> bool:
         config, given = self.config, self.gpus.count
-        needed = max(self.on, default=-1) + 1 + (self.num_ranks if config.trainer.external else 0)
+        needed = max(self.on, default=-1) + 1
         each = config.engine.tensor_parallel
         users = [f"{self.num_ranks} trainer.ranks"] if self.num_ranks else []
         if config.num_managed and config.engine.device == "cuda":

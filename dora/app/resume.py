@@ -28,7 +28,7 @@ from dora.core.phases import TrajectoryPhase
 from dora.core.state import State
 from dora.core.strategies import Settings
 from dora.core.tables import Trajectory
-from dora.errors import ConfigError, RunFailed
+from dora.errors import ConfigError, RunEnded, RunFailed
 from dora.journal.codec import Epoch, Handled, Note
 from dora.journal.reader import Journal
 from dora.journal.replay import replay
@@ -145,11 +145,11 @@ def take_up(folder: RunFolder, config: Config, *, trust_folder: bool = False) ->
 
 
 def require_unfinished(folder: RunFolder, recorded: Recorded, *, steps: int) -> None:
-    """Raise ConfigError if the run has ended; a finished run may continue with more steps."""
+    """Raise RunEnded or ConfigError if the run has ended; a finished run may continue with more steps."""
     end = recorded.end
     if isinstance(end, FinishRun) and (recorded.rollout_only or steps <= recorded.settings.steps):
         more = "" if recorded.rollout_only else " (--set run.steps=N adds steps)"
-        raise ConfigError(f"{folder.root}: the run has ended: {end.reason}; there is nothing to resume{more}")
+        raise RunEnded(f"{folder.root}: the run has ended: {end.reason}; there is nothing to resume{more}")
     if isinstance(end, FailRun) and not recorded.state.stalled:
         raise ConfigError(
             f"{folder.root}: the run has failed and cannot be resumed: {end.reason}; start a new one, for example "

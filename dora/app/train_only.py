@@ -88,7 +88,7 @@ async def train(config: Config, rollouts: Path, *, report: Callable[[StepReport,
     async with AsyncExitStack() as stack:
         stack.callback(folder.remove_leases)
         node = await stack.enter_async_context(Node(logs=folder.logs, lease=lease))
-        end, _, child = await start_ranks(config, node, stack, lease=lease, now=time.monotonic)
+        end, child = await start_ranks(config, node, stack, lease=lease, now=time.monotonic)
         link = TrainerLink(
             end=end,
             num_ranks=config.trainer.ranks,
@@ -102,7 +102,7 @@ async def train(config: Config, rollouts: Path, *, report: Callable[[StepReport,
                 max_staleness=len(rollout),
             ),
             start_timeout_s=config.trainer.start_timeout_s,
-            process_ended=child.ended if child is not None else None,
+            process_ended=child.ended,
             now=time.monotonic,
             emit=listener.on_event,
             on_ready=lambda num_ready: None,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from dora.app.checkpoint_time import checkpoint_bytes
 from dora.app.estimate import size_text
 from dora.app.settings import trainer_settings
 from dora.config.schema import Config
@@ -46,6 +47,7 @@ class CheckedTrainer:
     model: Path
     lines: list[tuple[str, str]]
     trial: Trial | None
+    checkpoint_bytes: int
 
     def score(self, sequences: Sequence[Sequence[int]], *, prompt_lengths: Sequence[int]) -> list[NDArray[np.float32]]:
         """Return the log-probs of each sequence's tokens after the prompt, as the trainer computes them."""
@@ -74,13 +76,13 @@ def check_trainer(config: Config, model: Path, stack: ExitStack) -> CheckedTrain
     torch.set_num_threads(config.trainer.threads)
     trainer = config.trainer
     is_here = trainer.device == "cpu" or torch.cuda.is_available()
-    memory = _memory(config) if is_here and not trainer.external else None
+    memory = _memory(config) if is_here and not config.num_training_nodes else None
     mode, outline = outline_of(config, model, memory)
     alone = outline.forecast(tokens=trainer.micro_batch_tokens, longest=config.longest_request, ranks=1, is_trial=True)
     lines = []
     trial = None
-    if trainer.external:
-        lines.append(("trial", "not tried: the ranks are started elsewhere"))
+    if config.num_training_nodes:
+        lines.append(("trial", "not tried: the ranks run on nodes"))
     elif memory is None:
         lines.append(("trial", "not tried: torch can use no CUDA device here"))
     elif alone.total > memory:
@@ -91,7 +93,7 @@ def check_trainer(config: Config, model: Path, stack: ExitStack) -> CheckedTrain
         lines += [("forward", note), ("trial", _measure(config, outline, trial))]
     layout = trial.checked.layout if trial is not None else None
     lines += memory_lines(config, model, outline, mode=mode, memory=memory, layout=layout)
-    return CheckedTrainer(config, model, lines, trial)
+    return CheckedTrainer(config, model, lines, trial, checkpoint_bytes(config, outline))
 
 
 def outline_of(config: Config, model: Path, memory: int | None) -> tuple[Mode, Outline]:

@@ -93,6 +93,14 @@ def run(
     resume: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Continue the run in this folder, with its own configuration.")
     ] = None,
+    or_continue: Annotated[
+        bool,
+        typer.Option(
+            "--continue",
+            help="Continue the newest run of this run.name in run.folder, as --resume does, or start it if there is "
+            "none. One that has reached its end is left alone. For schedulers, which repeat a command after a failure.",
+        ),
+    ] = False,
     accept_changes: Annotated[
         bool,
         typer.Option("--accept-changes", help="With --resume: allow changes of settings that alter the experiment."),
@@ -117,6 +125,7 @@ def run(
         config,
         overrides or [],
         resume=resume,
+        or_continue=or_continue,
         accept_changes=accept_changes,
         trust_folder=trust_folder,
         rollout_only=rollout_only,

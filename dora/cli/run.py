@@ -9,11 +9,12 @@ from pathlib import Path
 
 import uvloop
 
+from dora.cli.output import say
 from dora.config.load import load
 from dora.config.recorded import unknown_keys
 from dora.config.schema import Config
 from dora.controller.loop import Outcome
-from dora.errors import ConfigError
+from dora.errors import ConfigError, RunEnded
 from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
 from dora.node.lease import hold
@@ -31,16 +32,19 @@ def run(
     overrides: Sequence[str],
     *,
     resume: Path | None,
+    or_continue: bool,
     accept_changes: bool,
     trust_folder: bool,
     rollout_only: bool,
     train_only: Path | None,
 ) -> None:
     for option, is_given in (("--accept-changes", accept_changes), ("--trust-folder", trust_folder)):
-        if is_given and resume is None:
-            raise ConfigError(f"{option}: is only valid with --resume")
-    if sum([resume is not None, rollout_only, train_only is not None]) > 1:
-        raise ConfigError("--resume, --rollout-only and --train-only exclude each other; choose one")
+        if is_given and resume is None and not or_continue:
+            raise ConfigError(f"{option}: is only valid with --resume or --continue")
+    if sum([resume is not None, or_continue, rollout_only, train_only is not None]) > 1:
+        raise ConfigError("--resume, --continue, --rollout-only and --train-only exclude each other; choose one")
+    if or_continue and (resume := _newest(config_path, overrides)) is not None:
+        config_path = None
     earlier = RunFolder.open(resume) if resume is not None else None
     if earlier is not None and config_path is not None:
         raise ConfigError(f"--resume: a run keeps its own configuration ({earlier.config}); omit {config_path}")
@@ -66,7 +70,17 @@ def run(
             accept_changes=accept_changes,
             trust_folder=trust_folder,
         )
-        end(uvloop.run(job))
+        try:
+            end(uvloop.run(job))
+        except RunEnded as err:
+            if not or_continue:
+                raise
+            say(str(err))
+
+
+def _newest(config_path: Path | None, overrides: Sequence[str]) -> Path | None:
+    run = load(config_path, overrides, environ=os.environ).run
+    return RunFolder.newest(run.folder, name=run.name)
 
 
 def _config_to_resume(folder: RunFolder, overrides: Sequence[str]) -> Config:

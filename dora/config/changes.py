@@ -33,7 +33,6 @@ OPERATIONAL: Final = (
     "environment.memory_mb",
     "environment.cores",
     "trainer.command",
-    "trainer.external",
     "trainer.address",
     "trainer.threads",
     "trainer.micro_batch_tokens",

@@ -108,8 +108,6 @@ def _address_problems(config: Config) -> Iterator[str]:
         yield "engine.instances: 0 leaves the run without a server; raise it or give engine.urls"
     if not _LISTEN_ADDRESS.fullmatch(config.trainer.address):
         yield f"trainer.address: cannot listen on {config.trainer.address}; write it as tcp://HOST:PORT"
-    if config.trainer.external and config.trainer.token is None:
-        yield "trainer.external: external ranks need the run's token; set DORA_TOKEN here and in their environment"
 
 
 def _node_problems(config: Config) -> Iterator[str]:
@@ -133,8 +131,6 @@ def _node_problems(config: Config) -> Iterator[str]:
         yield "engine.instances: with nodes, nodes.servers says how many servers each has; remove it"
     if config.engine.gpus:
         yield "engine.gpus: with nodes, the GPUs of a node are divided among its servers; remove it"
-    if config.trainer.external:
-        yield "trainer.external: with nodes, the ranks run on nodes, or on this host with nodes.train = 0; remove it"
     if nodes.store == "relay" and config.weights.transfer == "distributed":
         yield "weights.transfer: distributed needs nodes.store = shared: senders read this host's folder"
     if nodes.deltas and config.trainer.publish_dtype == "float32":

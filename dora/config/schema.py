@@ -161,15 +161,14 @@ class TrainerConfig(Section):
     """The torchrun trainer and its optimizer."""
 
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 2
-    """Number of trainer processes started on this host."""
+    """Number of trainer processes, on this host or, in equal numbers, on nodes (`nodes.train`)."""
     command: tuple[str, ...] = ()
-    """Command that starts all ranks on this host in place of torchrun, as a list of arguments. The environment
-    variables DORA_CONTROLLER (address) and DORA_TOKEN tell it how to reach the run."""
-    external: bool = False
-    """The run starts no ranks. Start them yourself, with DORA_CONTROLLER (address) and DORA_TOKEN in their
-    environment."""
+    """Command that starts all ranks of a host in place of torchrun, as a list of arguments. The environment variables
+    DORA_CONTROLLER (address) and DORA_TOKEN tell it how to reach the run. With ranks on several nodes, PET_NNODES,
+    PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT tell it its place, as they tell torchrun."""
     token: str | None = secret("DORA_TOKEN")
-    """Secret shared by the controller and its ranks. Unset: one is generated for every run. External ranks need it."""
+    """Secret shared by the controller, its ranks and its nodes. Unset: one is generated for every run, which nodes
+    could not know."""
     address: str = "tcp://127.0.0.1:0"
     """Address on which the controller listens for ranks; port 0 picks a free port."""
     device: Literal["cpu", "cuda"] = "cpu"

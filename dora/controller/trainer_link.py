@@ -55,7 +55,7 @@ class TrainerLink:
     num_ranks: int
     configure: Callable[[int], wire.Configure]  # receives the rank
     start_timeout_s: float
-    process_ended: Callable[[], Awaitable[str]] | None  # None if the process is not on this host
+    process_ended: Callable[[], Awaitable[str]]
     now: Callable[[], float]
     emit: Callable[[ev.Event], Awaitable[None]]
     on_ready: Callable[[int], None]  # receives the number of ranks that are ready
@@ -93,7 +93,7 @@ class TrainerLink:
         loops += [("trainer-sender", self.send_waves()), ("trainer-receiver", self.receive_messages())]
         if self.keep is not None:
             loops.append(("trainer-keeper", self.keep_checkpoints(self.keep)))
-        return [*loops, ("trainer-process", self._watch())] if self.process_ended is not None else loops
+        return [*loops, ("trainer-process", self._watch())]
 
     async def start_ranks(self) -> None:
         """Wait for all ranks, configure them, and wait until they are ready."""
@@ -203,7 +203,6 @@ class TrainerLink:
 
     async def _watch(self) -> None:
         """Fail the run when the trainer's process ends."""
-        assert self.process_ended is not None
         reason = await self.process_ended()
         await asyncio.sleep(LAST_WORDS_S)  # a last message of a rank gives a better reason
         raise RunFailed(reason)

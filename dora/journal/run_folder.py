@@ -130,6 +130,13 @@ class RunFolder:
         return folder
 
     @classmethod
+    def newest(cls, parent: Path, *, name: str) -> Path | None:
+        """Return the newest run of this name under `parent` that has begun a journal; None if there is none."""
+        run_id = re.compile(rf"{re.escape(name)}-\d{{8}}-\d{{6}}-[0-9a-f]{{4}}")
+        begun = [path for path in parent.glob("*") if run_id.fullmatch(path.name) and cls(path).journal.is_file()]
+        return max(begun, key=lambda path: path.name, default=None)
+
+    @classmethod
     def require_possible(cls, parent: Path) -> None:
         """Raise ConfigError if `create` would fail for `parent`, as far as is known without trying."""
         existing = next(folder for folder in (parent, *parent.absolute().parents) if folder.exists())

@@ -94,8 +94,6 @@ class _Agent:
     async def _take_part(self, welcome: Welcome, address: str) -> None:
         if self._member is None:
             self._member = await Member.enter(self._stack, self._settings, welcome, on_change=self._changed.set)
-        elif self._member.run_id != welcome.run_id:
-            raise RunFailed(f"the controller has begun another run, {welcome.run_id}; start the node again to join it")
         host = address.rpartition(":")[0]
         await self._member.change_controller(welcome, controller=host)
         self._settings.tell(f"takes part in {welcome.run_id}; logs: {self._member.logs}")
@@ -132,7 +130,8 @@ class _Agent:
 
     async def _introduce(self) -> None:
         """Join wherever no controller is heard."""
-        join = Join(protocol=NODE_PROTOCOL, release=release_of("dora-rl"), name=self._settings.name)
+        run_id = self._member.run_id if self._member is not None else ""
+        join = Join(protocol=NODE_PROTOCOL, release=release_of("dora-rl"), name=self._settings.name, run_id=run_id)
         for address, heard_at in self._heard_at.items():
             if time.monotonic() - heard_at > SILENT_S:
                 await self._end.send(address, join)

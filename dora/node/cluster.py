@@ -36,6 +36,7 @@ from dora.transport.node_messages import (
     CONTROLLER_HOST,
     NODE_PROTOCOL,
     Beat,
+    FolderOrder,
     FromNode,
     Join,
     Orders,
@@ -52,9 +53,6 @@ from dora.weights.store import VersionStore
 log = structlog.get_logger(__name__)
 
 BEAT_S: Final = 2.0
-#: A node that was heard this recently keeps its name against another one.
-ALIVE_S: Final = 3 * BEAT_S
-
 #: Time for which a new run waits for all nodes, before it gives places to those that are there, in the order of names.
 GATHER_S: Final = 30.0
 #: Time for which a node asks for a name that another one has, before it is rejected.
@@ -199,19 +197,21 @@ class Cluster:
                 silent_s = time.monotonic() - place.heard_at
                 if place.identity is not None and silent_s > self._config.nodes.lease_s:
                     self._lose(place, f"nothing was heard from it for {silent_s:.0f} s")
-                elif place.report is not None and silent_s > ALIVE_S:
+                elif place.report is not None and place.is_silent:
                     self._start_check(place, self._lose_if_dead(place, place.report))
+                    self.changes.tell()  # others no longer wait for what it was to pass on
                 elif place.identity is not None:
                     await self._hub.send(place.identity, Beat(term=self._settings.term, serial=place.serial))
-                    await self._send_orders(place)
+                    if place.orders is not None and place.report is not None and place.report.serial != place.serial:
+                        await self._hub.send(place.identity, place.orders)
             await asyncio.sleep(BEAT_S)
 
     async def _follow_changes(self) -> None:
         """Send new orders whenever they differ from the last ones."""
         while True:
             changed = self.changes.next()
-            for place in self.places:
-                await self._send_orders(place)
+            for place, versions in zip([*self.places], self.spread.orders(), strict=True):
+                await self._send_orders(place, versions)
             await changed
 
     # -- nodes --------------------------------------------------------------------------------------------------------
@@ -237,6 +237,8 @@ class Cluster:
             )
             await self._hub.send(identity, Rejected(reason=f"{reason}; install the same release"))
             return
+        if join.run_id not in ("", self._settings.run_id):
+            return  # its run may go on elsewhere; otherwise it ends by itself
         place, reason = self._place_for(join.name, identity)
         if place is None:
             if reason:
@@ -270,7 +272,7 @@ class Cluster:
         for place in self.places:
             if place.identity == identity:
                 return place, ""
-            if place.name == name and place.identity is not None and now - place.heard_at < ALIVE_S:
+            if place.name == name and place.identity is not None and not place.is_silent:
                 reason = f"another node is named {name}; give it another name (--name)"
                 return None, reason if now - asked_at > NAMED_S else ""
             if place.name == name:
@@ -291,14 +293,16 @@ class Cluster:
         return place, ""
 
     def _on_report(self, place: Place, report: Report) -> None:
-        place.heard_at = time.monotonic()
+        was_silent, place.heard_at = place.is_silent, time.monotonic()
         if place.report is None:
             self._start_check(place, self._admit(place, report))
             return
         if report.is_leaving and not place.report.is_leaving and not place.has_ranks:
             self._settings.tell(f"node {place.name} leaves: its instances are drained")
             self.on_leaving(place)
-        if place.report != replace(report, clock=place.report.clock, shared_bytes=place.report.shared_bytes):
+        if was_silent or place.report != replace(
+            report, clock=place.report.clock, shared_bytes=place.report.shared_bytes
+        ):
             place.report = report
             self.changes.tell()
 
@@ -313,7 +317,7 @@ class Cluster:
     async def _lose_if_dead(self, place: Place, report: Report) -> None:
         """Do not wait for the lease if the host of a silent node says that no process listens there."""
         is_dead = await asyncio.to_thread(self._settings.connects, report.relay) is False
-        if is_dead and place.report is not None and time.monotonic() - place.heard_at > ALIVE_S:
+        if is_dead and place.report is not None and place.is_silent:
             self._lose(place, "its process has ended")
 
     async def _admit(self, place: Place, report: Report) -> None:
@@ -328,6 +332,7 @@ class Cluster:
             self._lose(place, reason)
             return
         place.report, place.lost = report, ""
+        place.servers = {index: server.start for index, server in report.servers.items() if server.phase == "up"}
         joined = sum(place.report is not None for place in self.places)
         first, each = place.first_instance, self._config.servers_of_node
         what = "with ranks" if first is None else f"with instances {first} to {first + each - 1}"
@@ -364,7 +369,7 @@ class Cluster:
         place.servers, place.ranks, place.lost = {}, None, reason
         self.changes.tell()
 
-    async def _send_orders(self, place: Place) -> None:
+    async def _send_orders(self, place: Place, versions: dict[int, FolderOrder]) -> None:
         if place.identity is None or place.report is None:
             return
         wanted = Orders(
@@ -372,14 +377,13 @@ class Cluster:
             serial=place.serial,
             servers=dict(place.servers),
             ranks=place.ranks,
-            versions=self.spread.orders(place),
+            versions=versions,
         )
-        if place.orders == wanted and place.report.serial == wanted.serial:
-            return
         if place.orders != wanted:
             place.serial += 1
             place.orders = replace(wanted, serial=place.serial)
-        await self._hub.send(place.identity, place.orders)
+            await self._hub.send(place.identity, place.orders)
+            await asyncio.sleep(0)  # others get their turn
 
     async def end(self, reason: str) -> None:
         """Tell all nodes that the run is over."""

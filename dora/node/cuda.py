@@ -37,7 +37,7 @@ def require_cuda(config: Config, *, environ: Mapping[str, str]) -> None:
 
 def _ranks(config: Config) -> int:
     trainer = config.trainer
-    is_checked = trainer.device == "cuda" and not trainer.external and not trainer.command
+    is_checked = trainer.device == "cuda" and not config.num_training_nodes and not trainer.command
     return trainer.ranks if is_checked else 0
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from dora.transport.node_messages import Orders, RanksOrder, Report
+
+#: A node that was heard this recently is alive; it reports every 2 s.
+ALIVE_S: Final = 6.0
 
 
 @dataclass(slots=True)
@@ -25,6 +30,10 @@ class Place:
     ranks: RanksOrder | None = None  # wanted
     orders: Orders | None = None  # the last ones
     serial: int = 0  # of the last ones
+
+    @property
+    def is_silent(self) -> bool:
+        return time.monotonic() - self.heard_at > ALIVE_S
 
 
 class Changes:

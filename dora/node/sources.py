@@ -1,14 +1,16 @@
 """From whom a node receives a version: a pure function of who has it.
 
-The receivers form a chain in the order of their places, with the controller last. Each takes the version from the one
-before it, which passes on what it has received so far; so the maker's link, and every other one, carries it once.
-Invariant: no two receivers name each other, because a receiver that is still incomplete is named only by later ones.
+The receivers form a chain in the order of their places, with the controller behind them, and then the maker, which may
+have lost the version. Each takes it from the one before it, which passes on what it has received so far; so the maker's
+link, and every other one, carries it once. Invariant: no two receivers name each other, because one that is incomplete
+is named only by later ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from typing import Final
 
 
 class Holding(Enum):
@@ -17,19 +19,28 @@ class Holding(Enum):
     NOTHING = "nothing"  # it is to receive it, and has not begun
     SOME = "some"  # it receives it
     ALL = "all"
-    GONE = "gone"  # the node is lost, or cannot receive it
+    GONE = "gone"  # the node is lost or silent, or cannot receive it
 
 
-def choose(chain: Sequence[Holding], receiver: int, *, makers: Sequence[Holding]) -> list[int]:
-    """Return the sources of the receiver at this position: positions in `chain`, or -1 - i for `makers[i]`.
+#: How many complete ones are named beside a predecessor, in case that it fails.
+MAX_OTHERS: Final = 3
 
-    Empty if it should wait for its predecessor to begin, or if nobody has the version.
+
+def choose(chain: Sequence[Holding]) -> list[list[int]]:
+    """Return the sources of each receiver, as positions in the chain, whose last one may be the maker.
+
+    Empty if it has the version, if it should wait for its predecessor to begin, or if nobody has the version.
     """
-    complete = [i for i, held in enumerate(chain) if held is Holding.ALL and i != receiver]
-    complete += [-1 - i for i, held in enumerate(makers) if held is Holding.ALL]
-    for earlier in range(receiver - 1, -1, -1):
-        if chain[earlier] is Holding.NOTHING:
-            return []
-        if chain[earlier] is not Holding.GONE:
-            return [earlier, *(source for source in complete if source != earlier)]
-    return complete
+    complete = [i for i, held in enumerate(chain) if held is Holding.ALL][:MAX_OTHERS]
+    found: list[list[int]] = []
+    earlier: int | None = None
+    for position, held in enumerate(chain):
+        if held is Holding.ALL or (earlier is not None and chain[earlier] is Holding.NOTHING):
+            found.append([])
+        elif earlier is None:
+            found.append(complete)
+        else:
+            found.append([earlier, *(source for source in complete if source != earlier)])
+        if held is not Holding.GONE:
+            earlier = position
+    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -64,11 +65,9 @@ class Spread:
 
     def note_own(self, version: VersionId) -> None:
         """Look whether this host's store has a version."""
-        try:
+        with suppress(StoreError):
             self._store.folder(version)
-        except StoreError:
-            return
-        self._own[version] = Holding.ALL
+            self._own[version] = Holding.ALL
         self._changes.tell()
 
     async def fetch(self, version: VersionId) -> None:
@@ -113,53 +112,43 @@ class Spread:
             raise RemoteError(f"node {place.name} was lost before it had version {version}: {place.lost}")
         return Path(place.report.versions[version])
 
-    def orders(self, place: Place) -> dict[int, FolderOrder]:
-        """Return the versions that a node must hold, with their sources."""
-        if place.has_ranks and place.number > 0:
-            return {}
-        return {
-            version: FolderOrder(
-                files=dict(manifest.files),
-                num_bytes=manifest.num_bytes,
-                chain=manifest.chain,
-                sources=tuple(self._sources(version, place)),
-            )
-            for version, manifest in {**self._manifests, **(self._again if place.has_ranks else {})}.items()
-        }
+    def orders(self) -> list[dict[int, FolderOrder]]:
+        """Return the versions that each node must hold, with their sources, in the order of the places."""
+        found: list[dict[int, FolderOrder]] = [{} for _ in self._places]
+        for version, manifest in {**self._manifests, **self._again}.items():
+            files = dict(manifest.files)
+            for place, sources in self._sources(version):
+                if place is not None:
+                    found[place.number][version] = FolderOrder(
+                        files=files, num_bytes=manifest.num_bytes, chain=manifest.chain, sources=sources
+                    )
+        return found
 
     def _own_sources(self, version: VersionId) -> list[VersionSource]:
-        return [VersionSource(source.url, source.key) for source in self._sources(version, None)]
+        [sources] = [sources for place, sources in self._sources(version) if place is None]
+        return [VersionSource(source.url, source.key) for source in sources]
 
-    def _sources(self, version: VersionId, receiver: Place | None) -> list[Source]:
-        """Return the sources of a node, or of this host (None)."""
-        chain = [place for place in self._places if not place.has_ranks]
-        makers = [place for place in self._places[:1] if place.has_ranks]
-        is_maker = receiver in makers
-        has_own = not makers  # then the ranks, or the files of the model, are on this host
-        held = [_holding(place, version) for place in chain]
+    def _sources(self, version: VersionId) -> list[tuple[Place | None, tuple[Source, ...]]]:
+        """Return all receivers, each with its sources; None is this host."""
+        rolling = [] if version in self._again else [place for place in self._places if not place.has_ranks]
+        chain = [*rolling, None, *(place for place in self._places[:1] if place.has_ranks)]
         own = self._own.get(version, Holding.NOTHING)
-        made = [own if has_own else _holding(makers[0], version)]
-        if not has_own:
-            held.append(own)
-        position = len(chain) if receiver is None or is_maker else chain.index(receiver)
-        chosen = choose(held, position, makers=made)
-        return [source for i in chosen if (source := self._source_at(i, chain, makers, receiver)) is not None]
+        chosen = choose([own if place is None else _holding(place, version) for place in chain])
+        return [
+            (place, tuple(self._source_at(chain[i]) for i in sources))
+            for place, sources in zip(chain, chosen, strict=True)
+        ]
 
-    def _source_at(
-        self, position: int, chain: Sequence[Place], makers: Sequence[Place], receiver: Place | None
-    ) -> Source | None:
-        places = [*chain, None] if makers else [*chain]
-        found = places[position] if position >= 0 else (makers[0] if makers else None)
-        if found is receiver:
-            return None
-        if found is None:
+    def _source_at(self, place: Place | None) -> Source:
+        if place is None:
             return self._source
-        return found.report.relay if found.report is not None else None
+        assert place.report is not None, "it is not gone"
+        return place.report.relay
 
 
 def _holding(place: Place, version: VersionId) -> Holding:
     report = place.report
-    if report is None:
+    if report is None or place.is_silent:
         return Holding.GONE
     if version in report.versions:
         return Holding.ALL

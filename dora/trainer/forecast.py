@@ -129,6 +129,10 @@ class Outline:
             working=working,
         )
 
+    def checkpoint_bytes(self, moments: MomentBytes) -> int:
+        """Return the size of a checkpoint with the weights, in float32, and these moments."""
+        return 4 * self.parameters + _moments(self._model, moments)
+
     def _count(self, tokens: int, longest: int, layout: Layout) -> tuple[int, int]:
         """Return the bytes that the forward pass keeps, and the bytes that the backward pass uses in addition."""
         sizes = self._sizes

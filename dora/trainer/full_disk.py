@@ -25,7 +25,7 @@ _NO_SPACE = f"os error {errno.ENOSPC}"
 
 
 def print_error(line: str) -> None:
-    """Print a line to standard error: a file of the run or, if the ranks are external, a terminal."""
+    """Print a line to standard error, a file of the run."""
     with suppress(OSError):
         print(one_line(f"dora trainer: {line}"), file=sys.stderr, flush=True)  # noqa: T201
 

@@ -41,6 +41,7 @@ from dora.transport.refusals import Refusals
 SEND_TIMEOUT_S = 600.0  # a rank that has consumed none of MAX_UNACKED messages for this long is stuck
 HEARTBEAT_MS = 2_000  # ZeroMQ's own ping, which detects a peer whose host has vanished
 HEARTBEAT_TIMEOUT_MS = 10_000
+CONNECT_MS = 3_000  # then another attempt begins: TCP repeats a lost request after 1, 3, 7, 15, 31 s
 READ_BURST = 64  # messages to take before yielding to the event loop
 # Messages queued to or from one connection. Both windows and their acknowledgements are at most 2 * MAX_UNACKED, and
 # ZeroMQ learns only after every half queue how many messages the other side has received.

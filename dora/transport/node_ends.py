@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from dora.errors import ConfigError, ProtocolError
 from dora.transport.codec import decode, encode
-from dora.transport.controller_end import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
+from dora.transport.controller_end import CONNECT_MS, HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
 from dora.transport.curve import guard_controller, guard_trainer
 from dora.transport.node_messages import FromNode, Rejected, ToNode
 
@@ -76,6 +76,7 @@ class NodeEnd:
             dealer.setsockopt(zmq.ROUTING_ID, secrets.token_hex(16).encode())
             dealer.setsockopt(zmq.RECONNECT_IVL, 100)
             dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+            dealer.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
             guard_trainer(dealer, token, max_bytes=MAX_TO_NODE_BYTES)
             _set_up(dealer)
             try:

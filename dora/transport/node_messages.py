@@ -103,6 +103,7 @@ class Join(Message, frozen=True):
     protocol: int
     release: str  # of DORA
     name: str
+    run_id: str  # of the run in which it takes part; "": none yet
 
 
 class ProcessState(Part, frozen=True):

@@ -22,7 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from dora.errors import ProtocolError, RemoteError
 from dora.transport.codec import Buffer, decode, encode, require_size
-from dora.transport.controller_end import FAILED_HANDSHAKES, HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
+from dora.transport.controller_end import CONNECT_MS, FAILED_HANDSHAKES, HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
 from dora.transport.curve import MAX_TO_CONTROLLER_BYTES, guard_trainer
 from dora.transport.link import MAX_UNACKED, Link
 from dora.transport.messages import (
@@ -177,6 +177,7 @@ class TrainerEnd:
             (zmq.LINGER, 1_000),
             (zmq.RECONNECT_IVL, 100),
             (zmq.RECONNECT_IVL_MAX, 2_000),
+            (zmq.CONNECT_TIMEOUT, CONNECT_MS),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
         ):

@@ -104,13 +104,9 @@ def test_engines_that_share_a_gpu_are_added_up_and_no_time_is_forecast(model: Pa
     assert not fits
 
 
-def test_external_servers_and_ranks_are_not_contacted(model: Path) -> None:
+def test_external_servers_are_not_contacted(model: Path) -> None:
     urls = 'engine.urls=["http://a:1", "http://b:1", "http://c:1"]'
-    config = load(
-        GPU_8,
-        [f"model.path={model}", urls, "engine.instances=0", "trainer.external=true"],
-        environ={"DORA_TOKEN": "s" * 16},
-    )
+    config = load(GPU_8, [f"model.path={model}", urls, "engine.instances=0"], environ={})
     lines: list[str] = []
     assert check_plan(config, Gpus(4, 80 * GB), _into(lines))
     assert line(lines, "GPUs") == "GPUs: 4 trainer.ranks: 4 of 4 GPUs of 80 GB"

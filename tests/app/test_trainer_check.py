@@ -85,8 +85,8 @@ def need_of(model: Path, mode: str) -> float:
     return figures(found["memory"], r"^one rank: ([\d.]+) MB of")[0] * MIB
 
 
-def test_ranks_started_elsewhere_are_forecast_only(model: Path) -> None:
-    found = lines_of(model, "trainer.external=true", environ={"DORA_TOKEN": "s" * 16})
-    assert found["trial"] == "not tried: the ranks are started elsewhere"
+def test_ranks_on_nodes_are_forecast_only(model: Path) -> None:
+    found = lines_of(model, "nodes.expected=3")
+    assert found["trial"] == "not tried: the ranks run on nodes"
     assert "forward" not in found
     assert found["memory"].startswith("one rank: ")

@@ -137,7 +137,7 @@ def test_the_error_for_an_unknown_key_suggests_the_nearest_valid_one(given: str,
 @pytest.mark.parametrize("given", ["trainer.frobs", "trainer.frob", "trainer.frobbing"])
 def test_a_dissimilar_key_of_another_section_is_not_suggested(given: str):
     (line,) = refused(f"{given}=grpo")
-    assert line.startswith(f"--set {given}=grpo: unknown key {given}; valid here: ranks, command, external, address, ")
+    assert line.startswith(f"--set {given}=grpo: unknown key {given}; valid here: ranks, command, address, ")
     assert "token" not in line.partition("valid here")[2].split(", ")
 
 
@@ -249,7 +249,6 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
             "trainer.min_learning_rate: has no effect with trainer.schedule = constant",
         ),
         (["trainer.compile=true"], "trainer.compile: auto checkpointing may keep tensors that compiled layers write"),
-        (["trainer.external=true"], "trainer.external: external ranks need the run's token; set DORA_TOKEN"),
         (
             ["task.sources.0.kind=jsonl", "eval.sets=[]"],
             "task.rewards: nothing scores the answers to task.sources.0; add a term, such as [[task.rewards]] with",

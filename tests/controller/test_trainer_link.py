@@ -115,7 +115,7 @@ class Linked:
             num_ranks=2,
             configure=configure,
             start_timeout_s=start_timeout_s,
-            process_ended=process_ended,
+            process_ended=process_ended or asyncio.Event().wait,
             now=lambda: float(next(ticks)),
             emit=self._emit,
             on_ready=self.ready.append,
@@ -351,12 +351,14 @@ async def test_a_checkpoint_counts_once_it_is_copied_and_training_goes_on_meanwh
             await one.end.hears(1, checkpoint_written(step, folder="/node-1"))
             await one.end.hears(0, checkpoint_written(step, folder="/node-0"))
             if step == 1:
-                assert await copying.get() == {0: "/node-0/step-1", 1: "/node-1/step-1"}
+                assert await asyncio.wait_for(copying.get(), 10) == {0: "/node-0/step-1", 1: "/node-1/step-1"}
         await one.end.hears(0, trained(0, 3, 0))
         await one.end.hears(1, trained(1, 3, 0))
         assert one.kinds() == [("MicroBatchTrained", 3, 0)]
         copied.put_nowait("/run/step-1")
-        assert await copying.get() == {0: "/node-0/step-3", 1: "/node-1/step-3"}, "the newest that waits"
+        assert await asyncio.wait_for(copying.get(), 10) == {0: "/node-0/step-3", 1: "/node-1/step-3"}, (
+            "the newest that waits"
+        )
         assert one.end.sent[2:] == [(rank, wire.DeleteCheckpoint(name="step-2")) for rank in range(2)]
         assert [event.folder for event in one.events] == ["/run/step-1"]
         asked = asyncio.create_task(one.link.checkpoint(timeout_s=10), name="asked")

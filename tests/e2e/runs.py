@@ -185,8 +185,8 @@ class Run:
 
     def _said(self, pattern: str) -> str:
         def search() -> str | None:
-            assert self.process.poll() is None, self.told()
             found = re.search(pattern, "".join(self.out), re.MULTILINE)
+            assert found or self.process.poll() is None, self.told()
             return found[1] if found else None
 
         return until(search, what=f"a line {pattern}", timeout_s=self._patience_s)

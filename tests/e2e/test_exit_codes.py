@@ -12,7 +12,7 @@ from dora.controller.loop import Outcome
 from dora.core import events as ev
 from dora.journal.run_folder import RunFolder
 from tests.core.world import run
-from tests.e2e.runs import Run, run_to_end, small
+from tests.e2e.runs import Run, assert_audit_clean, run_to_end, small
 from tests.journal.recorded import first_event, new_folder, with_event, write
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(240)]
@@ -58,3 +58,19 @@ def test_a_run_whose_audit_finds_a_violation_exits_with_3(tmp_path: Path) -> Non
         code = job.end()
         assert code == 3, job.told()
         assert "VIOLATIONS: see dora audit" in job.told()
+
+
+def test_the_same_command_starts_a_run_continues_it_after_a_kill_and_leaves_it_alone_at_its_end(tmp_path: Path) -> None:
+    options = [*small(tmp_path, run__steps=3), "--continue"]
+    with Run(*options) as job:
+        job.until_trained(1)
+        folder = job.folder
+        job.process.kill()
+        job.process.wait()
+    with Run(*options) as job:
+        assert job.end() == 0, job.told()
+    again = run_to_end("run", *options)
+    assert again.returncode == 0, again.stderr
+    assert "the run has ended" in again.stdout
+    assert [path.name for path in tmp_path.iterdir()] == [folder.run_id]
+    assert_audit_clean(folder)

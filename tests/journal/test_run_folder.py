@@ -53,3 +53,15 @@ def test_an_earlier_run_is_opened_under_the_same_id(tmp_path: Path) -> None:
     folder.config.write_text("")
     folder.journal.write_bytes(b"")
     assert RunFolder.open(folder.root).run_id == folder.run_id
+
+
+def test_the_newest_run_of_a_name_is_the_last_that_has_begun_a_journal(tmp_path: Path) -> None:
+    assert RunFolder.newest(tmp_path, name="a") is None
+    ids = ["a-20260101-000000-ffff", "a-20260102-000000-0000", "a-20260103-000000-0000", "a-b-20260104-000000-0000"]
+    for run_id in ids:
+        (tmp_path / run_id).mkdir()
+    for run_id in (ids[0], ids[1], ids[3]):
+        RunFolder(tmp_path / run_id).journal.touch()
+    newest = RunFolder.newest(tmp_path, name="a")
+    assert newest is not None
+    assert newest.name == ids[1]

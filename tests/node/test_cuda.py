@@ -14,14 +14,14 @@ HIDDEN = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # whatever this machine has
 
 
 def require(*overrides: str) -> None:
-    require_cuda(load(None, overrides, environ={"DORA_TOKEN": "t"}), environ=HIDDEN)
+    require_cuda(load(None, overrides, environ={}), environ=HIDDEN)
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         (),
-        ("trainer.device=cuda", "trainer.external=true"),
+        ("trainer.device=cuda", "nodes.expected=3"),
         ("trainer.device=cuda", 'trainer.command=["train-elsewhere"]'),
         ("engine.device=cuda", 'engine.command=["serve-elsewhere", "{port}"]'),
         ("engine.device=cuda", 'engine.urls=["http://a", "http://b", "http://c"]'),

@@ -13,8 +13,17 @@ import torch
 import torch.distributed as dist
 
 from dora import files
+from dora.app.checkpoint_time import checkpoint_bytes
+from dora.app.settings import RankPaths, configure_message
+from dora.app.trainer_check import outline_of
+from dora.config.load import load as load_config
 from dora.errors import ConfigError
+from dora.journal.run_folder import RunFolder
+from dora.seed.policy import path as seed_path
 from dora.trainer import checkpoint
+from dora.trainer.model import Policy, make_mesh
+from dora.trainer.packing import Layout
+from dora.trainer.step import Trainer
 from dora.weights.checkpoints import checkpoints_in
 from dora.weights.fence import StaleEpoch, pass_fence, raise_fence
 
@@ -165,6 +174,37 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     for other in ({**state(1), "b": torch.zeros(1)}, {**state(1), "w": torch.zeros(4, 2)}):
         with pytest.raises(ConfigError, match="belongs to another model"):
             load(folder, tensors=other)
+
+
+class End:
+    def __init__(self):
+        self.sent = []
+
+    def send(self, message):
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize("settings", [(), ("trainer.optimizer_state=8bit",), ("trainer.optimizer=muon",)])
+def test_the_size_of_a_checkpoint_is_forecast(tmp_path, settings):
+    config = load_config(None, settings, environ={})
+    (tmp_path / "checkpoints").mkdir()
+    raise_fence(tmp_path / "epoch", epoch=0)
+    paths = RankPaths.here(RunFolder(tmp_path), model=seed_path(), memory_root=tmp_path / "memory")
+    order = configure_message(config, paths, run_id="test", may_start_over=True, chain=CHAIN, epoch=0, max_staleness=1)
+    policy = Policy(seed_path(), mesh=make_mesh("cpu"), dtype=torch.float32)
+    trainer = Trainer(order, end=(end := End()), policy=policy, layout=Layout(), publisher=None)
+    trainer.save_checkpoint()
+    outline = outline_of(config, seed_path(), None)[1]
+    assert end.sent[-1].num_bytes == pytest.approx(checkpoint_bytes(config, outline), rel=0.03)
+
+
+def test_moments_on_the_host_are_in_a_checkpoint_too():
+    on_device, on_host = (
+        load_config(None, ["trainer.device=cuda", f"trainer.optimizer_state={where}"], environ={})
+        for where in ("device", "host")
+    )
+    sizes = [checkpoint_bytes(one, outline_of(one, seed_path(), None)[1]) for one in (on_device, on_host)]
+    assert sizes[0] == sizes[1]
 
 
 def test_a_rank_without_its_environment_says_what_is_missing():

@@ -20,6 +20,7 @@ from dora.weights.store import checksum_of
 NAMES = [f"step-00000{step}-{CHAIN[:8]}" for step in range(10)]
 #: File operations of a host that saves: begin, write, complete, rename.
 OPERATIONS = 8
+RENAME = 6
 
 
 @pytest.fixture
@@ -73,6 +74,14 @@ def test_a_host_killed_at_any_point_leaves_a_checkpoint_that_all_use_or_none(hos
     found = hosts.run(partial(load, steps=[3, 2]))
     assert found[0][0] == found[1][0] != 0, "load compares the state"
     assert [step for step, _ in hosts.run(partial(save, step=3), partial(load, steps=[3, 2]))] == [3, 3]
+
+
+def test_a_checkpoint_that_one_host_alone_has_renamed_is_not_used_and_then_completed(hosts: Hosts) -> None:
+    hosts.run(partial(save, step=3), fault=Fault(1, RENAME))
+    assert hosts.visible() == [NAMES[1:4], NAMES[1:3]]
+    assert [step for step, _ in hosts.run(partial(load, steps=[3, 2]))] == [2, 2]
+    assert None not in hosts.run(partial(save, step=3))
+    assert hosts.visible() == [NAMES[1:4]] * 2
 
 
 def test_no_more_points_are_left_out(hosts: Hosts) -> None:

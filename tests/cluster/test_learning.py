@@ -1,0 +1,82 @@
+"""Whole runs over a controller, a node with two ranks, and two nodes with two engines each; they share no folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dora.core import events as ev
+from dora.journal.run_folder import RunFolder
+from tests.cluster.cluster import Cluster, assert_run_is_right
+from tests.cluster.network import Network
+from tests.e2e.conftest import slow_model  # noqa: F401
+from tests.e2e.runs import events_of, run_to_end
+
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
+
+DEFAULT_JOB = Path(__file__).parents[2] / "launch" / "configs" / "arithmetic-cpu.toml"
+#: Times that a version may pass an interface, with everything else that passes it meanwhile.
+MOST = 1.1
+
+
+def test_the_default_job_learns_over_four_hosts(network: Network) -> None:
+    folder = finished(network, {"run__steps": 24}).folder
+    scores = {}
+    for row in map(json.loads, folder.metrics.read_text().splitlines()):
+        if row["kind"] == "evaluation":
+            scores[row["version"]] = row["mean"]
+    assert scores[0] < 0.35 < 0.5 < scores[24], scores
+    assert_run_is_right(folder)
+    deep = run_to_end("audit", "--deep", str(folder.root))
+    assert deep.returncode == 0, deep.stdout
+
+
+def test_a_version_passes_each_interface_once(network: Network, slow_model: Path) -> None:  # noqa: F811
+    changes: dict[str, object] = {
+        "run__steps": 5,
+        "model__path": slow_model,
+        "rollout__groups_per_step": 4,
+        "rollout__group_size": 4,
+        "rollout__max_new_tokens": 32,
+        "rollout__filter_zero_variance": False,
+        "nodes__checkpoints": network.base / "checkpoints",  # there is one training node
+        "eval__sets": "[]",
+    }
+    found = finished(network, changes)
+    published = events_of(found.folder, ev.VersionPublished)
+    num_bytes = sum(event.num_bytes for event in published)
+    assert len(published) >= 5
+    sent = {name: out / num_bytes for name, (_, out) in found.counted.items()}
+    received = {name: into / num_bytes for name, (into, _) in found.counted.items()}
+    assert 0.9 < sent["node-0"] < MOST, sent
+    for name in ("node-1", "node-2", "controller"):
+        assert received[name] < MOST, received
+    assert_run_is_right(found.folder)
+
+
+@dataclass
+class Finished:
+    folder: RunFolder
+    counted: dict[str, tuple[int, int]]  # bytes received and sent, by host
+
+
+def finished(network: Network, changes: dict[str, object]) -> Finished:
+    """Run a job to its end; all nodes end with it."""
+    job: dict[str, object] = {
+        "nodes__expected": 3,
+        "nodes__train": 1,
+        "nodes__servers": 2,
+    }
+    cluster = Cluster(network, job | changes)
+    hosts = [network.host(name) for name in ("controller", "node-0", "node-1", "node-2")]
+    with cluster.run(hosts[0], config=DEFAULT_JOB) as run:
+        for host in hosts[1:]:
+            cluster.node(host)
+        assert run.end() == 0, f"{run.told()}\n{cluster.told()}"
+        counted = {host.name: host.counted() for host in hosts}
+        for node in cluster.nodes.values():
+            assert node.wait() == 0, node.told()
+        return Finished(run.folder, counted)
