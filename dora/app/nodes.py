@@ -27,7 +27,7 @@ from dora.errors import ConfigError, RemoteError, RunFailed
 from dora.node.cluster import Cluster, ClusterSettings
 from dora.node.place import Place
 from dora.transport.messages import CheckpointWritten
-from dora.transport.node_messages import FolderOrder, ProcessState, RanksOrder, Report, Source
+from dora.transport.node_messages import FolderOrder, ProcessState, RanksOrder, RelaySource, Report
 from dora.weights.checkpoints import read_manifest
 from dora.weights.source import VersionSource
 from dora.weights.store import Manifest, StoreError, VersionStore
@@ -106,7 +106,7 @@ async def _wait_for_enough(cluster: Cluster, config: Config) -> None:
         ) from None
 
 
-def connects(relay: Source) -> bool | None:
+def connects(relay: RelaySource) -> bool | None:
     """Return whether the relay of a node answers this host, and knows its key; None if there is no answer. It blocks.
 
     False tells that no process listens there, and True that the network between the hosts works.
