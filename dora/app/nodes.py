@@ -19,7 +19,7 @@ from dora import files
 from dora.app.opening import Opened
 from dora.app.settings import RankPaths, live_bytes
 from dora.config.schema import Config
-from dora.controller.fleet import Fleet
+from dora.controller.fleet import Fleet, Started
 from dora.controller.membership import MembershipRequests
 from dora.core.ids import InstanceId, VersionId
 from dora.engine.api import InferenceEngine
@@ -196,7 +196,7 @@ class NodeServer:
         report = self._place.report
         return report.servers.get(self._index) if report is not None else None
 
-    async def start(self) -> str:
+    async def start(self) -> Started:
         """Wait for the node, for as long as it takes, and have it start the server; or take over one that runs."""
         place, changes = self._place, self._cluster.changes
         await changes.until(lambda: place.report is not None)
@@ -219,7 +219,7 @@ class NodeServer:
             message = f"node {place.name}: {found.reason}"
             raise ConfigError(message) if found.is_final else RemoteError(message)
         self._engine.set_key(found.url, found.key)
-        return found.url
+        return Started(found.url, is_kept=is_kept)
 
     @property
     def _has_begun(self) -> bool:

@@ -332,6 +332,7 @@ class Cluster:
             self._lose(place, reason)
             return
         place.report, place.lost = report, ""
+        place.servers = {index: server.start for index, server in report.servers.items() if server.phase == "up"}
         joined = sum(place.report is not None for place in self.places)
         first, each = place.first_instance, self._config.servers_of_node
         what = "with ranks" if first is None else f"with instances {first} to {first + each - 1}"

@@ -245,7 +245,7 @@ class Member:
             controller=f"tcp://{self._controller}:{orders.port}",
             token=self._settings.token,
             lease=self._lease,
-            store=self._lease.with_name(f"{self._lease.name}-{orders.start}.store"),
+            store=self._lease.with_name(f"{self._lease.name}-{self._orders.term}-{orders.start}.store"),
             environ=os.environ,
             node=self._training_node(orders) if orders.nodes > 1 else None,
         )

@@ -4,21 +4,21 @@ Files come one after another, each in pieces from its start, so that the first `
 while the rest is under way; the next piece is asked for before one is hashed and written. A source is believed nothing,
 and checksums come from elsewhere. Invariant: bytes count only after the checksum of their piece was verified, a file is
 complete only with its own checksum, if one is given, and no more than the folder's `num_bytes` are written. If a source
-fails, the next continues at the missing piece. One whose file twice did not fit is not asked for it again; the first
-time it may have passed on what another has made up.
+fails, or is named no more, the next continues at the missing piece. One whose file twice did not fit is not asked for
+it again; the first time it may have passed on what another has made up.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
-from typing import Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 from urllib.parse import quote
 
 import xxhash
@@ -32,6 +32,7 @@ from dora.weights.store import StoreError, clear_errors
 PIECE_BYTES: Final = 4 << 20
 _MAX_STRIKES: Final = 2
 _AHEAD: Final = 2  #: pieces that are asked for before one is written
+_LOOK_S: Final = 1.0  #: how often it is looked whether the source of a piece is still named
 Sources = Callable[[], Sequence[VersionSource]]
 _T = TypeVar("_T")
 
@@ -58,6 +59,19 @@ async def in_thread(
         await asyncio.wait({running})
         running.exception()  # asyncio logs one that nobody has looked at
         raise
+
+
+async def _while_named(source: VersionSource, sources: Sources, taking: Coroutine[Any, Any, None]) -> None:
+    """Wait for a piece; end it with TimeoutError once others are named instead of its source."""
+    task = asyncio.ensure_future(taking)
+    try:
+        while not (await asyncio.wait({task}, timeout=_LOOK_S))[0]:
+            if source not in sources():
+                raise TimeoutError
+        task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
 
 
 class ArrivingFile:
@@ -136,7 +150,8 @@ class Arrival:
                             self._link = link_to(source)
                         async with asyncio.timeout(self._limits.piece_s):
                             take = partial(self._take_piece, name, self._link, buffer)
-                            await in_thread(take, pool=thread, stop=self._link.break_off)
+                            taking = in_thread(take, pool=thread, stop=self._link.break_off)
+                            await _while_named(source, sources, taking)
                         self._num_in_vain = 0
                         tell()
                     except (OSError, HTTPException, ValueError) as err:

@@ -39,7 +39,7 @@ SMALL: Final[Mapping[str, object]] = {
     "nodes__expected": 3,
     "nodes__train": 1,
     "nodes__servers": 1,
-    "nodes__lease_s": 40.0,
+    "nodes__lease_s": 60.0,
     "eval__sets": "[]",
 }
 

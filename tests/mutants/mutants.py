@@ -13,6 +13,7 @@ from tests.mutants import (
     hosts,
     limits,
     models,
+    takeovers,
     templates,
     trust,
 )
@@ -526,7 +527,7 @@ _LINEAGE: Final = (
         "tests/controller/test_published.py",
         (
             "label-without-digest",
-            'f"{run_id}/{version}-{checksum[:_DIGITS]}"',
+            'f"{run_id}/{version}-{digest}"',
             'f"{run_id}/{version}"',
             "test_a_label_names_the_bytes_of_its_version",
         ),
@@ -536,13 +537,13 @@ _LINEAGE: Final = (
         "tests/controller/test_published.py",
         (
             "digest-of-labels-ignored",
-            "self._checksums or self.label(version) != label:",
-            "self._checksums:",
+            "self._digests or self.label(version) != label:",
+            "self._digests:",
             "test_a_label_names_the_bytes_of_its_version",
         ),
         (
             "lost-version-taken-back-with-other-bytes",
-            "        if self._checksums.setdefault(version, checksum) != checksum and is_needed:",
+            "        if self._files.setdefault(version, files) != files and is_needed:",
             "        if False:",
             "test_a_version_rewritten_with_other_bytes_ends_the_run_if_answers_need_it",
         ),
@@ -1194,6 +1195,7 @@ MUTANTS: Final = (
     *hosts.MUTANTS,
     *limits.MUTANTS,
     *models.MUTANTS,
+    *takeovers.MUTANTS,
     *templates.MUTANTS,
     *trust.MUTANTS,
 )
