@@ -191,13 +191,13 @@ class Timed:
     transfer: Transfer
     updates_s: list[float] = field(default_factory=list)
 
-    async def update(self, server: PushTarget, folder: Path, label: str, *, timeout_s: float) -> None:
+    async def update(self, server: PushTarget, folder: Path, label: str, *, live: bool, timeout_s: float) -> None:
         begun = time.perf_counter()
-        await self.transfer.update(server, folder, label, timeout_s=timeout_s)
+        await self.transfer.update(server, folder, label, live=live, timeout_s=timeout_s)
         self.updates_s.append(time.perf_counter() - begun)
 
-    async def verify(self, server: PushTarget, folder: Path, *, timeout_s: float) -> None:
-        await self.transfer.verify(server, folder, timeout_s=timeout_s)
+    async def verify(self, server: PushTarget, folder: Path, label: str, *, timeout_s: float) -> None:
+        await self.transfer.verify(server, folder, label, timeout_s=timeout_s)
 
 
 async def push_to_all(client: EngineClient, urls: Sequence[str], folder: Path, transfer: Transfer) -> list[float]:

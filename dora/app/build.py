@@ -37,7 +37,6 @@ from dora.controller.fleet import ExternalServer, Fleet, FleetLimits, Server
 from dora.controller.holders import Holders, OwnStore
 from dora.controller.loop import Controller
 from dora.controller.orders import Orders
-from dora.controller.published import Published
 from dora.controller.recorder import Recorder
 from dora.controller.reporters import TICK_S, Reporters
 from dora.controller.rollouts import RolloutWriter
@@ -51,8 +50,6 @@ from dora.node.plan import plan_engines, plan_sender, plan_trainer
 from dora.node.supervise import Node
 from dora.transport.controller_end import ControllerEnd
 
-#: Maximum number of instances that may join at run time; connections are reserved for them.
-MAX_JOINED = 32
 REACH_TIMEOUT_S = 30.0
 
 
@@ -63,8 +60,10 @@ class RankProcesses(Protocol):
         """Wait until one of them has ended, and return why."""
 
 
-def make_fleet(opened: Opened, node: Node, *, engine: InferenceEngine, cluster: Cluster | None, lease: Path) -> Fleet:
-    """Create the fleet: external servers first, then managed ones."""
+def make_fleet(
+    opened: Opened, node: Node, *, engine: InferenceEngine, streams: int, cluster: Cluster | None, lease: Path
+) -> Fleet:
+    """Create the fleet: external servers first, then managed ones. `streams`: connections that this host allows."""
     config, model = opened.job.config, opened.job.inputs.model
     servers: list[Server] = [ExternalServer(url, engine=engine) for url in config.engine.urls]
     plans = plan_engines(config, model=model, lease=lease, environ=os.environ) if cluster is None else []
@@ -75,7 +74,7 @@ def make_fleet(opened: Opened, node: Node, *, engine: InferenceEngine, cluster: 
         servers,
         engine=engine,
         limits=FleetLimits(
-            instances=config.num_instances + MAX_JOINED,
+            streams=streams,
             slots=config.engine.slots,
             kv_tokens=config.engine.kv_tokens,
             context_tokens=config.longest_request,
@@ -85,6 +84,7 @@ def make_fleet(opened: Opened, node: Node, *, engine: InferenceEngine, cluster: 
         inbox=opened.inbox,
         in_flight=opened.in_flight,
         rows=opened.job.state.instances,
+        version_of=opened.published.version_of,
         now=opened.now,
     )
     if cluster is not None:
@@ -163,11 +163,6 @@ def make_controller(
 ) -> Controller:
     """Create the controller and everything through which it acts."""
     job, config = opened.job, opened.job.config
-    published = Published(
-        opened.folder.run_id,
-        files=job.recorded.files if job.recorded is not None else {},
-        missing=opened.missing,
-    )
     ids = RequestIds(opened.folder.run_id, job.epoch)
     tasks = RunTasks()
     holders: Holders = OwnStore(opened.store)
@@ -178,7 +173,6 @@ def make_controller(
         engine,
         fleet,
         holders,
-        published,
         ids,
         graders=graders,
         episodes=episodes,
@@ -193,7 +187,7 @@ def make_controller(
         copies=Copies(
             opened.store,
             checkpoints=opened.folder.checkpoints,
-            published=published,
+            published=opened.published,
             window=job.state.window,
             commits=opened.commits,
             tasks=tasks,
@@ -241,7 +235,6 @@ def _effects(
     engine: InferenceEngine,
     fleet: Fleet,
     holders: Holders,
-    published: Published,
     ids: RequestIds,
     *,
     graders: Graders,
@@ -249,7 +242,7 @@ def _effects(
     on_push_stage: Callable[[InstanceId, str], None],
 ) -> Effects:
     config, inputs = opened.job.config, opened.job.inputs
-    trajectories, now = opened.trajectories, opened.now
+    trajectories, published, now = opened.trajectories, opened.published, opened.now
     sampling = Sampling(
         seed=config.run.seed,
         max_new_tokens=config.rollout.max_new_tokens,

@@ -172,7 +172,7 @@ async def _servers(config: Config, inputs: Inputs, engine: InferenceEngine) -> A
         async with Node(logs=Path(folder), lease=lease) as node:
             child = node.add(plan, is_well=partial(engine.is_alive, timeout_s=PROBE_TIMEOUT_S))
             try:
-                url = await ManagedServer(child, engine=engine, api_key=config.engine.api_key).start()
+                url = (await ManagedServer(child, engine=engine, api_key=config.engine.api_key).start()).url
             except RemoteError as err:
                 raise ConfigError(f"engine: {err}") from err
             yield [*config.engine.urls, url]

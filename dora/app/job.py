@@ -134,7 +134,7 @@ async def run_job(
         folder = earlier or new_folder(config)
         if earlier is None:
             stack.enter_context(hold(folder.lock))  # a resume already holds the lock
-        return await _Run(job, folder, stack, frontend).drive(engine, graders, episodes)
+        return await _Run(job, folder, stack, frontend, streams=streams).drive(engine, graders, episodes)
 
 
 async def enter_graders(stack: AsyncExitStack, config: Config, inputs: Inputs) -> Graders:
@@ -171,12 +171,13 @@ async def _enter_engine(stack: AsyncExitStack, config: Config, inputs: Inputs, *
 class _Run:
     """A run whose folder exists."""
 
-    def __init__(self, job: Job, folder: RunFolder, stack: AsyncExitStack, frontend: Frontend) -> None:
+    def __init__(self, job: Job, folder: RunFolder, stack: AsyncExitStack, frontend: Frontend, *, streams: int) -> None:
         self._job = job
         self._folder = folder
         self._lease = folder.lease(job.epoch)
         self._stack = stack
         self._frontend = frontend
+        self._streams = streams
         self._began = time.monotonic() - job.started_at / job.time_scale
 
     def _now(self) -> float:
@@ -204,7 +205,7 @@ class _Run:
             tracking(job.config.tracking, folder, node, lease=self._lease, tell=self._frontend.tell)
         )
         cluster = await self._stack.enter_async_context(open_cluster(opened)) if job.config.nodes.expected else None
-        fleet = make_fleet(opened, node, engine=engine, cluster=cluster, lease=self._lease)
+        fleet = make_fleet(opened, node, engine=engine, streams=self._streams, cluster=cluster, lease=self._lease)
         recorder = opened.recorder(fleet, renderer=episodes.renderer if episodes is not None else None)
         trainer: TrainerLink | RolloutWriter
         ranks: RankProcesses | None = None

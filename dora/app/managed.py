@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import replace
 
+from dora.controller.fleet import Started
 from dora.engine.api import InferenceEngine
 from dora.node.plan import SERVE_KEY
 from dora.node.supervise import Child
@@ -22,12 +23,12 @@ class ManagedServer:
         self._engine = engine
         self._api_key = api_key
 
-    async def start(self) -> str:
+    async def start(self) -> Started:
         key = self._api_key or draw_key()
         self._child.plan = replace(self._child.plan, env={**self._child.plan.env, SERVE_KEY: key})
         url = await self._child.start()
         self._engine.set_key(url, key)
-        return url
+        return Started(url)
 
     async def ended(self) -> str:
         return await self._child.ended()

@@ -19,7 +19,7 @@ from dora import files
 from dora.app.opening import Opened
 from dora.app.settings import RankPaths, live_bytes
 from dora.config.schema import Config
-from dora.controller.fleet import Fleet
+from dora.controller.fleet import Fleet, Started
 from dora.controller.membership import MembershipRequests
 from dora.core.ids import InstanceId, VersionId
 from dora.engine.api import InferenceEngine
@@ -27,7 +27,7 @@ from dora.errors import ConfigError, RemoteError, RunFailed
 from dora.node.cluster import Cluster, ClusterSettings
 from dora.node.place import Place
 from dora.transport.messages import CheckpointWritten
-from dora.transport.node_messages import FolderOrder, ProcessState, RanksOrder, Report, Source
+from dora.transport.node_messages import FolderOrder, ProcessState, RanksOrder, RelaySource, Report
 from dora.weights.checkpoints import read_manifest
 from dora.weights.source import VersionSource
 from dora.weights.store import Manifest, StoreError, VersionStore
@@ -106,7 +106,7 @@ async def _wait_for_enough(cluster: Cluster, config: Config) -> None:
         ) from None
 
 
-def connects(relay: Source) -> bool | None:
+def connects(relay: RelaySource) -> bool | None:
     """Return whether the relay of a node answers this host, and knows its key; None if there is no answer. It blocks.
 
     False tells that no process listens there, and True that the network between the hosts works.
@@ -196,7 +196,7 @@ class NodeServer:
         report = self._place.report
         return report.servers.get(self._index) if report is not None else None
 
-    async def start(self) -> str:
+    async def start(self) -> Started:
         """Wait for the node, for as long as it takes, and have it start the server; or take over one that runs."""
         place, changes = self._place, self._cluster.changes
         await changes.until(lambda: place.report is not None)
@@ -219,7 +219,7 @@ class NodeServer:
             message = f"node {place.name}: {found.reason}"
             raise ConfigError(message) if found.is_final else RemoteError(message)
         self._engine.set_key(found.url, found.key)
-        return found.url
+        return Started(found.url, is_kept=is_kept)
 
     @property
     def _has_begun(self) -> bool:

@@ -32,6 +32,7 @@ from dora.controller.in_flight import InFlight
 from dora.controller.inbox import Inbox
 from dora.controller.line_files import LineFiles
 from dora.controller.lineage import Lineage, base_chain
+from dora.controller.published import Published
 from dora.controller.recorder import Recorder, last_step_at
 from dora.controller.rollouts import RolloutWriter
 from dora.controller.samples import Samples
@@ -163,6 +164,9 @@ class Opened:
             base=model_chain,
             settings=lineage_settings(job.config),
             trained=job.recorded.chains if job.recorded is not None else {},
+        )
+        self.published = Published(
+            folder.run_id, files=job.recorded.files if job.recorded is not None else {}, missing=self.missing
         )
         self._begin_journal()
 

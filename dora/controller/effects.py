@@ -29,7 +29,7 @@ from dora.core.strategies import Pause
 from dora.core.training import Feed
 from dora.engine.api import GenerateRequest, GenerateResult, InferenceEngine, PushStage
 from dora.engine.errors import RequestRefused, ServerGone
-from dora.engine.names import request_id
+from dora.engine.names import UNCONFIRMED, request_id
 from dora.errors import ProtocolError, RemoteError
 from dora.journal.rows import answer_bound
 from dora.tasks.pool import Graded, GraderPool
@@ -165,7 +165,12 @@ class StreamAttempt:
         )
 
     def _ended(self, order: cmd.Generate, record: TrajectoryRecord, result: GenerateResult, *, start: int) -> ev.Event:
-        spans = tuple((self.published.version_of(label), start + a, start + b) for label, a, b in result.spans)
+        unconfirmed = sum([b - a for label, a, b in result.spans if label == UNCONFIRMED])
+        if unconfirmed:
+            reason = f"{unconfirmed} of its tokens were sampled after a push that failed"
+            return self._failed(order, record, server_gone=False, reason=reason)
+        known = [span for span in result.spans if span[0] != UNCONFIRMED]  # no tokens yet as a push began
+        spans = tuple([(self.published.version_of(label), start + a, start + b) for label, a, b in known])
         if result.was_stopped and not self.sampling.is_over(order.trajectory, record):
             return ev.GenerationStopped(self.now(), order.trajectory, order.attempt, len(record.tokens), spans)
         return self._finished(order, record, spans=spans)

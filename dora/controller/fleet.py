@@ -2,7 +2,7 @@
 
 Invariant: each incarnation of an instance is reported up once and then lost once. InstanceLost has the token counts
 after the trajectories were fenced, so later tokens of the lost server are refused. A controller gives each id to one
-server only.
+server only. A server that was kept running by its node is reported up only at rest, with the version that it serves.
 
 A keeper produces InstanceUp, InstanceLost and PrefillReported. It waits for `condemn`, the end of the server's process
 or missed health checks, and is cancelled by `dismiss`.
@@ -22,11 +22,12 @@ from dora.controller.in_flight import InFlight
 from dora.controller.inbox import Inbox
 from dora.controller.run_tasks import Loop
 from dora.core.events import InstanceLost, InstanceUp, PrefillReported
-from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.ids import FOREIGN_VERSION, InstanceId, TrajectoryId, VersionId
 from dora.core.tables import Instance
 from dora.engine.api import Capabilities, InferenceEngine
 from dora.engine.errors import ServerGone
 from dora.engine.model_check import require_same_shapes
+from dora.engine.names import digest_in
 from dora.errors import ConfigError, RemoteError, RunFailed
 from dora.observe.facts import Down
 
@@ -45,13 +46,26 @@ HEALTH_STRIKES = 3
 #: Time in which a lost external server has to come back, in each of MAX_START_FAILURES attempts.
 RETURN_TIMEOUT_S = 3_600.0
 PROBE_TIMEOUT_S = 60.0
+#: Time in which a server that its node kept must be at rest; it may first have to finish a load of weights.
+TAKE_OVER_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A server that answers."""
+
+    url: str
+    is_kept: bool = False  # it ran before under an earlier controller: requests, a pause or a push may be under way
 
 
 class Server(Protocol):
     """A managed or external server."""
 
-    async def start(self) -> str:
-        """Start a managed server; return the URL once the server answers. RemoteError if it does not."""
+    async def start(self) -> Started:
+        """Start a managed server; return once the server answers. RemoteError if it does not.
+
+        A server that its node kept running is not started again, unless `kill` was called.
+        """
 
     async def ended(self) -> str:
         """Wait until a managed server's process has ended and return why; never returns for an external one."""
@@ -67,7 +81,7 @@ class Server(Protocol):
 class FleetLimits:
     """Limits and requirements of a run's instances."""
 
-    instances: int  # maximum number
+    streams: int  # connections that this host allows; each slot of an instance needs one
     slots: int | None  # of each; None: as many as the server reports
     kv_tokens: int | None
     context_tokens: int  # longest prompt + token limit, which every server must be able to hold
@@ -103,14 +117,17 @@ class Fleet:
         inbox: Inbox,
         in_flight: InFlight,
         rows: Mapping[InstanceId, Instance],
+        version_of: Callable[[str], VersionId],
         now: Callable[[], float],
     ) -> None:
-        """`rows` is the core's instance table, which is read only."""
+        """`rows` is the core's instance table, which is read only. `version_of` returns the journaled version with a
+        label, or FOREIGN_VERSION."""
         self._engine = engine
         self._limits = limits
         self._inbox = inbox
         self._in_flight = in_flight
         self._rows = rows
+        self._version_of = version_of
         self._now = now
         self._members = {InstanceId(i): _Member(server) for i, server in enumerate(servers)}
         for instance, member in self._members.items():
@@ -137,10 +154,16 @@ class Fleet:
 
     # -- membership ---------------------------------------------------------------------------------------------------
 
-    def join(self, url: str) -> InstanceId:
-        """Add an external server, which the caller has examined."""
-        if len(self._members) >= self._limits.instances:
-            raise ConfigError(f"{url}: the run already has {len(self._members)} instances, the maximum")
+    def join(self, url: str, *, slots: int) -> InstanceId:
+        """Add an external server, which the caller has examined: it has so many slots."""
+        limits = self._limits
+        slots = min(limits.slots or slots, slots)
+        needed = slots + sum(self._rows[id].slots if id in self._rows else slots for id in self._members)
+        if needed > limits.streams:
+            raise ConfigError(
+                f"{url}: the requests of {len(self._members) + 1} instances need up to {needed} connections, but this "
+                f"host allows {limits.streams}; raise the hard limit of open files (ulimit -Hn), or lower engine.slots"
+            )
         instance, self._next = self._next, InstanceId(self._next + 1)
         self._members[instance] = _Member(ExternalServer(url, engine=self._engine), has_joined=True)
         self._start_keeper(instance)
@@ -228,13 +251,21 @@ class Fleet:
         self.down[instance] = Down(since, reason, then)
 
     async def _bring_up(self, instance: InstanceId, member: _Member) -> str:
-        url = await member.server.start()
-        capabilities = await self.examine(url)
+        started = await member.server.start()
+        url, version, digest = started.url, None, ""
+        if started.is_kept:
+            version, digest = await self._take_over(url)
+        try:
+            capabilities = await self.examine(url)
+        except ConfigError as err:
+            if started.is_kept:  # perhaps of another configuration; one that is started for this one will tell
+                raise RemoteError(str(err)) from err
+            raise
         member.condemned.clear()
         member.incarnation += 1
         self.urls[instance] = url
         self.down.pop(instance, None)
-        log.info("instance_up", instance=instance, url=url, incarnation=member.incarnation)
+        log.info("instance_up", instance=instance, url=url, incarnation=member.incarnation, version=version)
         await self._inbox.emit(
             InstanceUp(
                 self._now(),
@@ -242,9 +273,17 @@ class Fleet:
                 member.incarnation,
                 min(self._limits.slots or capabilities.slots, capabilities.slots),
                 min(self._limits.kv_tokens or capabilities.kv_tokens, capabilities.kv_tokens),
+                version,
+                digest,
             )
         )
         return url
+
+    async def _take_over(self, url: str) -> tuple[VersionId | None, str]:
+        """Bring a kept server to rest; return the journaled version that it holds, if any, and its digest."""
+        label = await self._engine.take_over(url, timeout_s=TAKE_OVER_TIMEOUT_S)
+        version = self._version_of(label)
+        return (version, digest_in(label)) if version != FOREIGN_VERSION else (None, "")
 
     async def examine(self, url: str) -> Capabilities:
         """Return the capabilities of a server; ConfigError if they are not sufficient for this run."""
@@ -366,15 +405,15 @@ class ExternalServer:
         self.url = url
         self._engine = engine
 
-    async def start(self) -> str:
-        """Return the URL once the server is healthy; its owner may need a while to restart it."""
+    async def start(self) -> Started:
+        """Return once the server is healthy; its owner may need a while to restart it."""
         try:
             async with asyncio.timeout(RETURN_TIMEOUT_S):
                 while not await self._engine.is_alive(self.url, timeout_s=HEALTH_TIMEOUT_S):  # noqa: ASYNC110 - polling
                     await asyncio.sleep(HEALTH_INTERVAL_S)
         except TimeoutError:
             raise RemoteError(f"{self.url}: did not answer its health check for {RETURN_TIMEOUT_S:g} s") from None
-        return self.url
+        return Started(self.url)
 
     async def ended(self) -> str:
         """Never return: the process cannot be observed."""

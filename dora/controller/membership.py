@@ -50,7 +50,7 @@ class MembershipRequests:
         found = await self._fleet.examine(url)
         if (known := self._fleet.find(url)) is not None:
             raise ConfigError(f"{url}: was added as instance {known} in the meantime")
-        return f"instance {self._fleet.join(url)} joins: {url}, {found.release}"
+        return f"instance {self._fleet.join(url, slots=found.slots)} joins: {url}, {found.release}"
 
     async def drain(self, which: str) -> str:
         """Drain an instance: no new work; its requests move where there is room, and otherwise finish there."""

@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Collection, Mapping
 
 from dora.core.ids import FOREIGN_VERSION, VersionId
+from dora.core.versions import digest_of
 from dora.engine.names import version_in, version_label
 from dora.errors import RunFailed
-from dora.weights.store import checksum_of_files
 
 
 class Published:
@@ -27,17 +27,18 @@ class Published:
     ) -> None:
         """`files`: version -> file name -> checksum, as journaled. `missing`: versions to be written again."""
         self._run_id = run_id
-        self._checksums = {version: checksum_of_files(names) for version, names in (files or {}).items()}
+        self._files = dict(files or {})
+        self._digests = {version: digest_of(names) for version, names in self._files.items()}
         self._missing = {version: asyncio.Event() for version in missing}
 
     def add(self, version: VersionId, files: Mapping[str, str], *, is_needed: bool) -> None:
         """Add a version that the trainer wrote, possibly again; RunFailed if it is needed and now has other bytes."""
-        checksum = checksum_of_files(files)
-        if self._checksums.setdefault(version, checksum) != checksum and is_needed:
+        if self._files.setdefault(version, files) != files and is_needed:
             raise RunFailed(
                 f"version {version} was lost with the memory of its host before a copy was on the disk, and the "
                 "trainer has now written other bytes: the unfinished answers of the version cannot be continued"
             )
+        self._digests.setdefault(version, digest_of(files))
         if version in self._missing:
             self._missing.pop(version).set()
 
@@ -48,11 +49,11 @@ class Published:
 
     def label(self, version: VersionId) -> str:
         """Return the label of a version on servers."""
-        return version_label(self._run_id, version, checksum=self._checksums[version])
+        return version_label(self._run_id, version, digest=self._digests[version])
 
     def version_of(self, label: str) -> VersionId:
         """Return the version with this label, or FOREIGN_VERSION if no journaled version has the label."""
         version = version_in(label, run_id=self._run_id)
-        if version is None or version not in self._checksums or self.label(version) != label:
+        if version is None or version not in self._digests or self.label(version) != label:
             return FOREIGN_VERSION
         return version

@@ -29,12 +29,15 @@ class Event(msgspec.Struct, frozen=True, gc=False, tag=True, forbid_unknown_fiel
 
 
 class InstanceUp(Event, frozen=True):
-    """A server answers and can load weights. The weights it holds count as unknown."""
+    """A server answers and can load weights. The weights it holds count as unknown, unless it was taken over with a
+    version of this run: its node kept it running, and nothing runs on it now."""
 
     instance: InstanceId
-    incarnation: int  #: counts the starts of the server; events of an older one are ignored
+    incarnation: int  #: counts the times it came up; events of an older one are ignored
     slots: int  #: requests decoded at the same time
     kv_tokens: int  #: capacity of the KV cache
+    version: VersionId | None = None  #: what it serves already, by its label; None: unknown
+    digest: str = ""  #: of the version's bytes, in the same label; see versions.py
 
 
 class InstanceLost(Event, frozen=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 from dora.core import events as ev
@@ -15,12 +14,11 @@ from dora.core.occupancy import (
     end,
     freed,
     leave_serving,
-    serve,
     take_count,
     unreserve,
 )
 from dora.core.phases import Membership, TrajectoryPhase, WeightsPhase
-from dora.core.pushes import push_ended, resumed
+from dora.core.pushes import confirmed, push_ended, resumed
 from dora.core.state import State
 from dora.core.tables import Instance
 
@@ -37,7 +35,6 @@ def on_instance_up(state: State, event: ev.InstanceUp) -> None:
         state.counters.late_completions += 1
         return
     state.instances[instance.id] = instance
-    instance.move(WeightsPhase.BLANK, state.cause)
     instance.incarnation = event.incarnation
     instance.slots = event.slots
     instance.kv_tokens = event.kv_tokens
@@ -45,8 +42,13 @@ def on_instance_up(state: State, event: ev.InstanceUp) -> None:
     instance.retry_at = 0.0
     if instance.is_member:
         count_in_fleet(state, instance)
-        state.vacant[instance.id] = instance
-        state.agenda.place = True
+    entry = state.window.entries.get(event.version) if event.version is not None else None
+    if entry is not None and entry.digest == event.digest:
+        confirmed(state, instance, entry.number)
+        state.given_away.pop(entry.number, None)
+    else:
+        instance.move(WeightsPhase.BLANK, state.cause)
+    freed(state, instance)
 
 
 def on_instance_lost(state: State, event: ev.InstanceLost) -> None:
@@ -164,15 +166,10 @@ def on_weight_push_finished(state: State, event: ev.WeightPushFinished) -> None:
     push_ended(state, instance)
     state.num_pushed += 1
     state.push_s += (state.now - instance.push_at - state.push_s) / state.num_pushed
-    instance.move(WeightsPhase.SERVING, state.cause)
-    instance.version = event.version
+    confirmed(state, instance, event.version)
     instance.failures = 0
-    instance.room_key = math.inf
-    if instance.is_member:  # else it was drained in the meantime
-        serve(state, instance)
     resumed(state, instance)
     freed(state, instance)
-    state.agenda.repack = True
 
 
 def on_weight_push_failed(state: State, event: ev.WeightPushFailed) -> None:

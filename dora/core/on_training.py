@@ -9,6 +9,7 @@ from dora.core.ids import StepId
 from dora.core.pushes import carry_over
 from dora.core.state import State, admissions_changed, fail
 from dora.core.steps import step_trained
+from dora.core.versions import digest_of
 
 
 def on_trainer_ready(state: State, event: ev.TrainerReady) -> None:
@@ -63,7 +64,7 @@ def on_version_published(state: State, event: ev.VersionPublished) -> None:
     state.missing.discard(event.version)
     if state.window.newest is not None and event.version <= state.window.newest:
         return  # the step was trained again; the store keeps the bytes published first
-    state.window.publish(event.version)
+    state.window.publish(event.version, digest=digest_of(event.files))
     if state.settings.rules.in_flight is not None:
         carry_over(state, event.version)
     if state.evaluation.wants(event.version, is_last=event.version == state.settings.steps):

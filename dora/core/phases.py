@@ -198,6 +198,7 @@ WEIGHTS: Final[Table[WeightsPhase]] = {
     },
     WeightsPhase.LOST: {
         WeightsPhase.BLANK: {ev.InstanceUp},
+        WeightsPhase.SERVING: {ev.InstanceUp},  # taken over with a version that is needed
     },
 }
 
@@ -243,5 +244,5 @@ DECODING: Final = frozenset({TrajectoryPhase.RESIDENT, TrajectoryPhase.STOPPING}
 UNFINISHED: Final = DECODING | {TrajectoryPhase.WAITING, TrajectoryPhase.CALLING}
 #: A push is in flight.
 PUSHING: Final = frozenset({WeightsPhase.LOADING, WeightsPhase.UPDATING})
-#: The instance holds a version that a push has confirmed.
+#: The instance holds a version that a push has confirmed, of this controller or of an earlier one.
 HOLDS_VERSION: Final = frozenset({WeightsPhase.SERVING, WeightsPhase.DRAINING})

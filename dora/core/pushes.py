@@ -6,11 +6,12 @@ tag: staleness counts from the tag, and an answer with a span of another version
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from dora.core.commands import PushWeights
 from dora.core.ids import VersionId
-from dora.core.occupancy import leave_serving, stop
+from dora.core.occupancy import leave_serving, serve, stop
 from dora.core.phases import TrajectoryPhase, WeightsPhase
 from dora.core.state import State, admissions_changed
 from dora.core.tables import Instance
@@ -43,6 +44,16 @@ def push_ended(state: State, instance: Instance) -> None:
     state.agenda.release = True
     if state.settings.rules.spreads and not state.pushes:
         admissions_changed(state)  # a batch starts once no push is in flight
+
+
+def confirmed(state: State, instance: Instance, version: VersionId) -> None:
+    """Note that an instance holds a version: a push was confirmed, or a server that serves it was taken over."""
+    instance.move(WeightsPhase.SERVING, state.cause)
+    instance.version = version
+    instance.room_key = math.inf
+    if instance.is_member:  # else it was drained in the meantime
+        serve(state, instance)
+    state.agenda.repack = True
 
 
 def resumed(state: State, instance: Instance) -> None:

@@ -6,12 +6,27 @@ evaluation or a push in flight needs it. `invariants.check` recomputes all count
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
+from typing import Final
 
 from dora.core.ids import GroupId, InstanceId, VersionId
 from dora.core.tables import Group, Instance, Trajectory
+
+#: Hex digits of the digest of a version's bytes.
+DIGITS: Final = 8
+
+
+def digest_of(files: Mapping[str, str]) -> str:
+    """Return what tells a version's bytes from others of the same number: a digest of the checksums of its files.
+
+    Labels on servers have it, so that a server with bytes of a lost history or of another run is recognized.
+    """
+    lines = "".join(f"{checksum}  {name}\n" for name, checksum in sorted(files.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()[:DIGITS]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -19,6 +34,7 @@ class Version:
     """A published version that is needed."""
 
     number: VersionId
+    digest: str = ""  #: of its bytes, as first published
     groups: int = 0  #: untrained groups
     unfinished: int = 0  #: training trajectories that are queued, resident, moving or calling
     away: int = 0  #: training trajectories that are calling and hold no slot
@@ -124,9 +140,9 @@ class Window:
     entries: dict[VersionId, Version] = field(default_factory=dict)
     newest: VersionId | None = None  #: v*; None before version 0 is published
 
-    def publish(self, number: VersionId) -> Version:
+    def publish(self, number: VersionId, *, digest: str = "") -> Version:
         """Add a published version as the newest."""
-        entry = self.entries[number] = Version(number)
+        entry = self.entries[number] = Version(number, digest)
         self.newest = number
         return entry
 

@@ -117,6 +117,10 @@ class InferenceEngine(Protocol):
     async def resume(self, url: str) -> None:
         """End a pause of the server; a failed push may have left the server paused."""
 
+    async def take_over(self, url: str, *, timeout_s: float) -> str:
+        """End what an earlier controller left on the server: its pause, its requests, a push that it began. Return the
+        label of the weights, which is `names.UNCONFIRMED` or foreign unless a push has proved them."""
+
     async def push(
         self,
         url: str,
@@ -130,7 +134,8 @@ class InferenceEngine(Protocol):
         """Load the weights in `folder` into a server without requests or, with `live`, among its running requests.
 
         `on_stage` is called as each stage begins. Returns when the server has confirmed `label` and serves again. After
-        a RemoteError, the weights of the server are unknown.
+        a RemoteError, the weights of the server are unknown. From the moment that they may change until they are
+        proved, the server's label is `names.UNCONFIRMED`, even if this process ends.
         """
 
     def sending(

@@ -1,7 +1,7 @@
 """Request ids and version labels on servers.
 
 Invariants: no request id is a prefix of another, because a server may stop requests by prefix; a label identifies the
-bytes of a version, not only its number.
+bytes of a version, not only its number, and a server has it only while it is proved to hold them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from typing import Final
 
 from dora.core.ids import VersionId
 
-_DIGITS: Final = 8
+#: Label of a server from the beginning of a push until its weights are proved, however long that takes: the push may
+#: have failed, or its controller may be gone.
+UNCONFIRMED: Final = "unconfirmed"
 
 
 def request_id(run_id: str, *, epoch: int, trajectory: int, attempt: int) -> str:
@@ -25,9 +27,14 @@ def request_id(run_id: str, *, epoch: int, trajectory: int, attempt: int) -> str
     return name
 
 
-def version_label(run_id: str, version: VersionId, *, checksum: str) -> str:
+def version_label(run_id: str, version: VersionId, *, digest: str) -> str:
     """Return the label of a version's weights and of their KV: `<run id>/<version>-<digest of its bytes>`."""
-    return f"{run_id}/{version}-{checksum[:_DIGITS]}"
+    return f"{run_id}/{version}-{digest}"
+
+
+def digest_in(label: str) -> str:
+    """Return the digest in a label of a version."""
+    return label.rpartition("-")[2]
 
 
 def version_in(label: str, *, run_id: str) -> VersionId | None:

@@ -1,11 +1,11 @@
 """The audit of servers and answers: C1, and the part of C2 that counts tokens.
 
-C1: a request is sent only to an instance with a confirmed push of the version of its tag; weights are pushed only to
-an empty instance; and the server's spans report the tag's version for every token. If the strategy updates weights in
-flight, versions may only rise within an attempt, and answers that mix versions are counted. C2: an attempt begins with
-all known tokens, no token is lost, and all attempts share one token budget. Between two attempts a call may add tokens
-that no version sampled (audit_calls.py). Drain: a drained instance gets no work, and
-no instance is dismissed while a request runs on it.
+C1: a request is sent only to an instance that has the version of its tag, by a confirmed push or because it was taken
+over with a label that names the journaled bytes; weights are pushed only to an empty instance; and the server's spans
+report the tag's version for every token. If the strategy updates weights in flight, versions may only rise within an
+attempt, and answers that mix versions are counted. C2: an attempt begins with all known tokens, no token is lost, and
+all attempts share one token budget. Between two attempts a call may add tokens that no version sampled
+(audit_calls.py). Drain: a drained instance gets no work, and no instance is dismissed while a request runs on it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import InstanceId, TrajectoryId, evaluation_index
+from dora.core.ids import InstanceId, TrajectoryId, VersionId, evaluation_index
+from dora.core.versions import digest_of
 from dora.journal.audit_tables import NO_END, AuditedAnswer, AuditedInstance, AuditTables
 
 C1_SPANS: Final = "C1 spans"
@@ -36,7 +37,21 @@ def _on_instance_up(t: AuditTables, event: ev.InstanceUp) -> None:
     instance = t.instance(event.instance)
     instance.incarnation = event.incarnation
     instance.up = True
-    instance.holds = instance.pushing = None
+    instance.pushing = None
+    instance.holds = _taken_over(t, event) if event.version is not None else None
+
+
+def _taken_over(t: AuditTables, event: ev.InstanceUp) -> VersionId | None:
+    """Return the version with which a server was taken over, if it is needed and was published with these bytes."""
+    assert event.version is not None
+    files = t.published.get(event.version)
+    journaled = digest_of(files) if files is not None else None
+    if event.digest != journaled:
+        known = f"it was published with '{journaled}'" if journaled is not None else "it was never published"
+        found = f"is taken over with version {event.version} and digest '{event.digest}', but {known}"
+        t.find(C1_SERVING, "instance", event.instance, found)
+        return None
+    return event.version if event.version in t.stored else None
 
 
 def _on_instance_lost(t: AuditTables, event: ev.InstanceLost) -> None:

@@ -25,7 +25,7 @@ class AuditedInstance:
 
     incarnation: int = 0
     up: bool = False
-    holds: int | None = None  #: version of the last confirmed push, if no push has begun since
+    holds: int | None = None  #: version of the last confirmed push, or of its take-over, if no push has begun since
     pushing: tuple[int, int] | None = None  #: (attempt, version) of the push under way
     barred: bool = False  #: drained on request
     was_barred: bool = False  #: `barred` before the last request, which the core may refuse

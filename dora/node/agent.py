@@ -19,7 +19,7 @@ from typing import Final
 from dora.errors import ConfigError, RunFailed
 from dora.node.member import Member, NodeSettings
 from dora.transport.node_ends import NodeEnd
-from dora.transport.node_messages import NODE_PROTOCOL, Beat, Join, Orders, Over, Rejected, Superseded, Welcome
+from dora.transport.node_messages import NODE_PROTOCOL, Beat, Join, NodeOrders, NodeWelcome, Over, Rejected, Superseded
 
 REPORT_S: Final = 2.0
 #: A controller that has been silent for this long may have been replaced: the node introduces itself again.
@@ -61,10 +61,10 @@ class _Agent:
         ]
         try:
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
-            return next(str(task.result()) for task in done)
+            return next(str(loop.result()) for loop in done)
         finally:
-            for task in loops:
-                task.cancel()
+            for loop in loops:
+                loop.cancel()
             await asyncio.gather(*loops, return_exceptions=True)
 
     # -- listening ----------------------------------------------------------------------------------------------------
@@ -79,19 +79,19 @@ class _Agent:
                 await self._on_message(address, message)
             self._require_controller()
 
-    async def _on_message(self, address: str, message: Welcome | Orders | Beat | Over) -> None:
+    async def _on_message(self, address: str, message: NodeWelcome | NodeOrders | Beat | Over) -> None:
         if message.term < self._term:
             await self._end.send(address, Superseded(term=self._term))
             return
         self._heard_at[address] = time.monotonic()
-        if isinstance(message, Welcome) and message.term > self._term:
+        if isinstance(message, NodeWelcome) and message.term > self._term:
             await self._take_part(message, address)
             self._term, self._followed = message.term, address
             self._changed.set()
-        elif isinstance(message, Orders) and message.term == self._term and self._member is not None:
+        elif isinstance(message, NodeOrders) and message.term == self._term and self._member is not None:
             await self._member.follow(message)
 
-    async def _take_part(self, welcome: Welcome, address: str) -> None:
+    async def _take_part(self, welcome: NodeWelcome, address: str) -> None:
         if self._member is None:
             self._member = await Member.enter(self._stack, self._settings, welcome, on_change=self._changed.set)
         host = address.rpartition(":")[0]

@@ -39,13 +39,13 @@ from dora.transport.node_messages import (
     FolderOrder,
     FromNode,
     Join,
-    Orders,
+    NodeOrders,
+    NodeWelcome,
     Over,
     Rejected,
+    RelaySource,
     Report,
-    Source,
     Superseded,
-    Welcome,
 )
 from dora.weights.relay import Relay
 from dora.weights.store import VersionStore
@@ -58,7 +58,7 @@ GATHER_S: Final = 30.0
 #: Time for which a node asks for a name that another one has, before it is rejected.
 NAMED_S: Final = 30.0
 #: Time that nodes of an earlier start have to come back before others may take their places.
-RETURN_S: Final = 15.0
+COME_BACK_S: Final = 15.0
 
 
 class KnownNode(NamedTuple):
@@ -83,7 +83,7 @@ class ClusterSettings:
     known: Known  # from earlier starts
     save: Callable[[Known], None]
     tell: Callable[[str], None]
-    connects: Callable[[Source], bool | None]  # whether a relay answers this host; None: nothing does; blocks
+    connects: Callable[[RelaySource], bool | None]  # whether a relay answers this host; None: nothing does; blocks
 
 
 class Cluster:
@@ -97,7 +97,7 @@ class Cluster:
         hub: NodeHub,
         store: VersionStore,
         relay: Relay,
-        source: Source,
+        source: RelaySource,
     ) -> None:
         """`relay`, of this host, is `source` for nodes."""
         self.relay = relay
@@ -134,7 +134,7 @@ class Cluster:
         try:
             address = hub.start()
             async with relay.listening(host.strip("[]").replace("*", "0.0.0.0"), 0) as url:
-                source = Source(url=f"http://{CONTROLLER_HOST}:{url.rpartition(':')[2]}", key=key)
+                source = RelaySource(url=f"http://{CONTROLLER_HOST}:{url.rpartition(':')[2]}", key=key)
                 cluster = cls(config, settings, hub=hub, store=store, relay=relay, source=source)
                 settings.tell(f"waiting for nodes at {address} (dora node, DORA_CONTROLLER, DORA_TOKEN)")
                 cluster._running = asyncio.create_task(cluster._run(), name="nodes")
@@ -198,7 +198,7 @@ class Cluster:
                 if place.identity is not None and silent_s > self._config.nodes.lease_s:
                     self._lose(place, f"nothing was heard from it for {silent_s:.0f} s")
                 elif place.report is not None and place.is_silent:
-                    self._start_check(place, self._lose_if_dead(place, place.report))
+                    self._start_check(place, self._lose_if_ended(place, place.report))
                     self.changes.tell()  # others no longer wait for what it was to pass on
                 elif place.identity is not None:
                     await self._hub.send(place.identity, Beat(term=self._settings.term, serial=place.serial))
@@ -250,7 +250,7 @@ class Cluster:
             place.lost = "it has not reported yet"
             self._save()
         place.heard_at = time.monotonic()
-        welcome = Welcome(
+        welcome = NodeWelcome(
             term=self._settings.term,
             run_id=self._settings.run_id,
             first_instance=-1 if place.first_instance is None else place.first_instance,
@@ -278,7 +278,7 @@ class Cluster:
             if place.name == name:
                 return place, ""
         vacant = [place for place in self.places if place.identity is None]
-        if now - self._began < RETURN_S and self._settings.known:
+        if now - self._began < COME_BACK_S and self._settings.known:
             vacant = [place for place in vacant if not place.name]
         if not vacant and len(self.places) < self._config.max_nodes:
             vacant = [self._add_place()]
@@ -314,10 +314,10 @@ class Cluster:
         self._checks[place.number] = asyncio.create_task(check, name=f"check-{place.name}")
         self._checks[place.number].add_done_callback(lambda _: self._checks.pop(place.number))
 
-    async def _lose_if_dead(self, place: Place, report: Report) -> None:
+    async def _lose_if_ended(self, place: Place, report: Report) -> None:
         """Do not wait for the lease if the host of a silent node says that no process listens there."""
-        is_dead = await asyncio.to_thread(self._settings.connects, report.relay) is False
-        if is_dead and place.report is not None and place.is_silent:
+        has_ended = await asyncio.to_thread(self._settings.connects, report.relay) is False
+        if has_ended and place.report is not None and place.is_silent:
             self._lose(place, "its process has ended")
 
     async def _admit(self, place: Place, report: Report) -> None:
@@ -332,6 +332,7 @@ class Cluster:
             self._lose(place, reason)
             return
         place.report, place.lost = report, ""
+        place.servers = {index: server.start for index, server in report.servers.items() if server.phase == "up"}
         joined = sum(place.report is not None for place in self.places)
         first, each = place.first_instance, self._config.servers_of_node
         what = "with ranks" if first is None else f"with instances {first} to {first + each - 1}"
@@ -357,8 +358,8 @@ class Cluster:
         needs_gpus = (config.trainer if place.has_ranks else config.engine).device == "cuda"
         if needs_gpus and report.gpus < config.nodes.gpus:
             return f"it has {report.gpus} GPUs, and the run is planned for {config.nodes.gpus} (nodes.gpus)"
-        if not place.has_ranks and config.engine.kind == "sglang" and not config.engine.command and not report.engine:
-            return "SGLang is not installed there (engine.kind)"
+        if not place.has_ranks and not config.engine.command and not report.engine:
+            return f"the servers of engine.kind = {config.engine.kind} are not installed there"
         return ""
 
     def _lose(self, place: Place, reason: str) -> None:
@@ -371,7 +372,7 @@ class Cluster:
     async def _send_orders(self, place: Place, versions: dict[int, FolderOrder]) -> None:
         if place.identity is None or place.report is None:
             return
-        wanted = Orders(
+        wanted = NodeOrders(
             term=self._settings.term,
             serial=place.serial,
             servers=dict(place.servers),

@@ -15,8 +15,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version as release_of
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -26,6 +24,7 @@ import structlog
 
 from dora.config.load import parse
 from dora.core.ids import VersionId
+from dora.engine.engines import installed_release
 from dora.errors import ConfigError
 from dora.journal.access import restrict
 from dora.node.cuda import num_devices
@@ -38,12 +37,12 @@ from dora.node.supervise import IsWell, Node
 from dora.transport.node_messages import (
     CONTROLLER_HOST,
     FolderOrder,
+    NodeOrders,
     NodePaths,
-    Orders,
+    NodeWelcome,
     RanksOrder,
+    RelaySource,
     Report,
-    Source,
-    Welcome,
 )
 from dora.weights.fence import raise_fence
 from dora.weights.relay import Relay
@@ -76,14 +75,14 @@ class Member:
     def __init__(
         self,
         settings: NodeSettings,
-        welcome: Welcome,
+        welcome: NodeWelcome,
         *,
         paths: NodePaths,
         node: Node,
         lease: Path,
         store: VersionStore,
         relay: Relay,
-        source: Source,
+        source: RelaySource,
         gpus: int,
         on_change: Callable[[], None],
     ) -> None:
@@ -101,7 +100,7 @@ class Member:
         self._on_change = on_change
         self._controller = ""  # its host
         self._first_instance = welcome.first_instance
-        self._orders: Orders | None = None  # None until the controller that is followed has given any
+        self._orders: NodeOrders | None = None  # None until the controller that is followed has given any
         self._servers: dict[int, OrderedProcess] = {}
         self._ranks = self._process(self._plan_ranks)
         self._meeting_port = free_port(settings.host)
@@ -113,7 +112,7 @@ class Member:
 
     @classmethod
     async def enter(
-        cls, stack: AsyncExitStack, settings: NodeSettings, welcome: Welcome, *, on_change: Callable[[], None]
+        cls, stack: AsyncExitStack, settings: NodeSettings, welcome: NodeWelcome, *, on_change: Callable[[], None]
     ) -> Member:
         """Prepare folders, store and relay for a run."""
         config = parse(welcome.config)
@@ -141,7 +140,7 @@ class Member:
             lease=lease,
             store=store,
             relay=relay,
-            source=Source(url=url, key=key),
+            source=RelaySource(url=url, key=key),
             gpus=await asyncio.to_thread(num_devices, os.environ) if uses_cuda else 0,
             on_change=on_change,
         )
@@ -156,7 +155,7 @@ class Member:
     def has_ranks(self) -> bool:
         return self._first_instance < 0
 
-    async def change_controller(self, welcome: Welcome, *, controller: str) -> None:
+    async def change_controller(self, welcome: NodeWelcome, *, controller: str) -> None:
         """Follow this controller: the ranks of an earlier one end, servers go on."""
         self.config, self._first_instance, self._orders = parse(welcome.config), welcome.first_instance, None
         self._controller = controller
@@ -171,7 +170,7 @@ class Member:
             gpus=self._gpus,
             memory_bytes=psutil.virtual_memory().total,
             shared_bytes=shutil.disk_usage(self._paths.memory_root).free,
-            engine=release_of("sglang") if find_spec("sglang") else "",
+            engine=installed_release(self.config.engine.kind),
             relay=self._source,
             meeting_port=self._meeting_port,
             paths=self._paths,
@@ -185,7 +184,7 @@ class Member:
 
     # -- orders -------------------------------------------------------------------------------------------------------
 
-    async def follow(self, orders: Orders) -> None:
+    async def follow(self, orders: NodeOrders) -> None:
         """Have the processes run, and the versions held, that are ordered."""
         before = self._orders
         if before is not None and orders.serial <= before.serial:
@@ -246,7 +245,7 @@ class Member:
             controller=f"tcp://{self._controller}:{orders.port}",
             token=self._settings.token,
             lease=self._lease,
-            store=self._lease.with_name(f"{self._lease.name}-{orders.start}.store"),
+            store=self._lease.with_name(f"{self._lease.name}-{self._orders.term}-{orders.start}.store"),
             environ=os.environ,
             node=self._training_node(orders) if orders.nodes > 1 else None,
         )
@@ -316,7 +315,7 @@ class Member:
         order = self._orders.versions.get(version) if self._orders is not None else None
         return [self._reachable(source) for source in order.sources] if order is not None else []
 
-    def _reachable(self, source: Source) -> VersionSource:
+    def _reachable(self, source: RelaySource) -> VersionSource:
         address = urlsplit(source.url)
         if address.hostname == CONTROLLER_HOST:
             return VersionSource(f"http://{self._controller}:{address.port}", source.key)
@@ -338,7 +337,7 @@ class Member:
         await asyncio.gather(*fetches, return_exceptions=True)
 
 
-def _open_store(stack: AsyncExitStack, settings: NodeSettings, welcome: Welcome, root: Path) -> VersionStore:
+def _open_store(stack: AsyncExitStack, settings: NodeSettings, welcome: NodeWelcome, root: Path) -> VersionStore:
     """Make the folders of a run on this node. What an earlier process of the node left is not used."""
     config = parse(welcome.config)
     durable = root / "versions"

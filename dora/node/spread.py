@@ -19,7 +19,7 @@ from dora.core.ids import VersionId
 from dora.errors import RemoteError
 from dora.node.place import Changes, Place
 from dora.node.sources import Holding, choose, last_known
-from dora.transport.node_messages import FolderOrder, Source
+from dora.transport.node_messages import FolderOrder, RelaySource
 from dora.weights.relay import Relay
 from dora.weights.source import VersionSource
 from dora.weights.store import Manifest, StoreError, VersionStore
@@ -34,7 +34,7 @@ ARRIVAL_TIMEOUT_S: Final = 3_600.0
 
 class Spread:
     def __init__(
-        self, places: Sequence[Place], *, store: VersionStore, relay: Relay, source: Source, changes: Changes
+        self, places: Sequence[Place], *, store: VersionStore, relay: Relay, source: RelaySource, changes: Changes
     ) -> None:
         """`source`: this host's relay, as nodes see it."""
         self._places = places
@@ -130,7 +130,7 @@ class Spread:
         [sources] = [sources for place, sources in self._sources(version) if place is None]
         return [VersionSource(source.url, source.key) for source in sources]
 
-    def _sources(self, version: VersionId) -> list[tuple[Place | None, tuple[Source, ...]]]:
+    def _sources(self, version: VersionId) -> list[tuple[Place | None, tuple[RelaySource, ...]]]:
         """Return all receivers, each with its sources; None is this host."""
         rolling = [] if version in self._again else [place for place in self._places if not place.has_ranks]
         chain = [*rolling, None, *(place for place in self._places[:1] if place.has_ranks)]
@@ -141,7 +141,7 @@ class Spread:
             for place, sources in zip(chain, chosen, strict=True)
         ]
 
-    def _source_at(self, place: Place | None) -> Source:
+    def _source_at(self, place: Place | None) -> RelaySource:
         if place is None:
             return self._source
         assert place.report is not None, "it is not gone"

@@ -8,6 +8,7 @@ hide here as well. `check(folder)` returns the violations; an unfinished run may
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections import Counter, defaultdict
@@ -173,6 +174,12 @@ class Checker:
 
     def on_instance(self, event: Record) -> None:
         self.servers[event["instance"]] = Server()
+        version = event.get("version")  # of a server that was taken over
+        if version is not None:
+            lines = "".join(f"{checksum}  {name}\n" for name, checksum in sorted(self.files.get(version, {}).items()))
+            known = hashlib.sha256(lines.encode()).hexdigest()[:8] if version in self.files else None
+            self.require(event["digest"] == known, "serving", f"version {version} is taken over with other bytes")
+            self.servers[event["instance"]].version = version
         for trajectory, num_tokens in event.get("num_tokens", {}).items():
             self.know(trajectory, num_tokens, "a lost server")
 

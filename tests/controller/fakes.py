@@ -29,7 +29,7 @@ from dora.controller.effects import (
     StreamAttempt,
 )
 from dora.controller.evaluations import EvalSet, Evaluations
-from dora.controller.fleet import Fleet, FleetLimits
+from dora.controller.fleet import Fleet, FleetLimits, Started
 from dora.controller.holders import OwnStore
 from dora.controller.in_flight import InFlight
 from dora.controller.inbox import Inbox
@@ -42,7 +42,7 @@ from dora.controller.run_tasks import RunTasks
 from dora.controller.trajectories import Trajectories
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.ids import FOREIGN_VERSION, InstanceId, TrajectoryId, VersionId
 from dora.core.state import State
 from dora.core.strategies import Pause, Settings, rules_of
 from dora.core.tables import Instance
@@ -82,6 +82,8 @@ class FakeEngines:
         self.pushed: set[str] = set()
         self.begin = asyncio.Event()
         self.labels: dict[str, str] = {}  # weight label by url
+        self.taken_over: list[str] = []  # urls
+        self.restless: set[str] = set()  # urls of servers that cannot be taken over
         self.requests: list[tuple[str, GenerateRequest]] = []
         self.callbacks: dict[str, OnTokens] = {}  # by request id
         self.frozen: set[str] = set()  # urls that stop answering in the middle of an answer
@@ -132,6 +134,12 @@ class FakeEngines:
     async def resume(self, url: str) -> None:
         return
 
+    async def take_over(self, url: str, *, timeout_s: float) -> str:
+        if url in self.restless:
+            raise RemoteError(f"{url}: was not at rest within {timeout_s:g} s")
+        self.taken_over.append(url)
+        return await self.label(url)
+
     async def push(
         self,
         url: str,
@@ -173,14 +181,15 @@ class FakeServer:
         self.kills = 0
         self.stops = 0
         self.failures: list[Exception] = []  # of the next starts
+        self.is_kept = False  # until it is killed
         self._gone = asyncio.Event()
 
-    async def start(self) -> str:
+    async def start(self) -> Started:
         self.starts += 1
         if self.failures:
             raise self.failures.pop(0)
         self._gone = asyncio.Event()
-        return self.url
+        return Started(self.url, self.is_kept)
 
     async def ended(self) -> str:
         await self._gone.wait()
@@ -188,6 +197,7 @@ class FakeServer:
 
     async def kill(self) -> None:
         self.kills += 1
+        self.is_kept = False
         self._gone.set()
 
     async def stop(self) -> None:
@@ -408,6 +418,7 @@ def make_fleet(
     in_flight: Any,
     rows: Mapping[InstanceId, Instance],
     now: Callable[[], float],
+    version_of: Callable[[str], VersionId] = lambda label: FOREIGN_VERSION,
     **limits: Any,
 ) -> Fleet:
     return Fleet(
@@ -415,7 +426,7 @@ def make_fleet(
         engine=engine,
         limits=FleetLimits(
             **{
-                "instances": 8,
+                "streams": 64,
                 "slots": 2,
                 "kv_tokens": 1024,
                 "context_tokens": 128,
@@ -427,6 +438,7 @@ def make_fleet(
         inbox=inbox,
         in_flight=in_flight,
         rows=rows,
+        version_of=version_of,
         now=now,
     )
 

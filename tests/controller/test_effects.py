@@ -22,7 +22,7 @@ from dora.controller.trajectories import Trajectories
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId
-from dora.engine.names import request_id
+from dora.engine.names import UNCONFIRMED, request_id
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.engine import SglangEngine
 from dora.engine.sglang.push import Disk
@@ -354,7 +354,7 @@ async def test_without_terms_of_the_reward_an_episode_that_a_budget_ended_has_th
 
 def accepts_pushes(server: ScriptedServer, *, holds: str) -> None:
     server.says("/v1/loads", captured("GET_v1_loads.json"))
-    for path in ("/pause_generation", "/continue_generation"):
+    for path in ("/pause_generation", "/continue_generation", "/update_weight_version"):
         server.says(path, {"status": "ok"})
     server.says("/flush_cache", "Cache flushed.")
     server.says("/update_weights_from_disk", {"success": True, "message": ""})
@@ -372,6 +372,20 @@ def store(tmp_path: Path) -> VersionStore:
 
 
 PUSH = cmd.PushWeights(InstanceId(0), 3, 4)
+
+
+async def test_tokens_of_a_push_that_failed_have_no_version(io: Surroundings, server: ScriptedServer) -> None:
+    server.streams(chunk(*ANSWER, finish="abort", label=UNCONFIRMED))
+    event = await io.generate(order())
+    reason = "3 of its tokens were sampled after a push that failed"
+    assert event == ev.GenerationFailed(1.0, TrajectoryId(0), 1, 3, False, reason)
+
+
+async def test_a_request_stopped_in_a_push_before_its_first_token_saw_no_other_version(
+    io: Surroundings, server: ScriptedServer
+) -> None:
+    server.streams(chunk(finish="abort", label=UNCONFIRMED))
+    assert await io.generate(order()) == ev.GenerationStopped(1.0, TrajectoryId(0), 1, 0, ())
 
 
 async def test_a_push_is_finished_when_the_label_was_read_back(

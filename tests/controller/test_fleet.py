@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 
 from dora.controller import fleet as fleet_module
-from dora.controller.fleet import HEALTH_STRIKES, MAX_START_FAILURES, ExternalServer, Fleet, FleetLimits
+from dora.controller.fleet import HEALTH_STRIKES, MAX_START_FAILURES, ExternalServer, Fleet, FleetLimits, Started
 from dora.controller.inbox import Inbox
+from dora.controller.published import Published
 from dora.core.events import Event, InstanceLost, InstanceUp, PrefillReported
 from dora.core.ids import GroupId, InstanceId, TrajectoryId
 from dora.core.phases import WeightsPhase
 from dora.core.tables import Group, Instance
-from dora.engine.api import KvUse
+from dora.engine.api import Capabilities, KvUse
 from dora.engine.errors import ServerGone
+from dora.engine.names import UNCONFIRMED
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.engine import SglangEngine
 from dora.errors import ConfigError, RemoteError, RunFailed
@@ -45,7 +47,8 @@ class Kept:
         self.urls_at_fences: list[dict[InstanceId, str]] = []
         self.residents: dict[InstanceId, dict[TrajectoryId, int]] = {}
         self.rows: dict[InstanceId, Instance] = {}
-        limits = {"instances": 3, "slots": 4, "kv_tokens": 1024, "context_tokens": 128, "model": Path(), "path_map": {}}
+        self.published = Published("run", files={5: {"model.safetensors": "five"}})
+        limits = {"streams": 12, "slots": 4, "kv_tokens": 1024, "context_tokens": 128, "model": Path(), "path_map": {}}
         self.fleet = Fleet(
             list(self.servers),
             engine=self.engines,
@@ -53,6 +56,7 @@ class Kept:
             inbox=self.inbox,
             in_flight=self,  # type: ignore[arg-type]
             rows=self.rows,
+            version_of=self.published.version_of,
             now=lambda: 0.0,
         )
 
@@ -201,6 +205,63 @@ async def test_a_config_error_at_the_start_ends_the_run() -> None:
     with pytest.raises(ConfigError, match="engine-0: cannot read the model"):
         await kept.fleet.keep(ZERO)
     assert kept.servers[0].starts == 1
+
+
+# -- servers that their node kept -------------------------------------------------------------------------------------
+
+
+def with_a_kept_server(label: str, **changes: Any) -> Kept:
+    kept = Kept(1, **changes)
+    kept.servers[0].is_kept = True
+    kept.engines.labels["http://engine-0"] = label
+    return kept
+
+
+async def test_a_kept_server_is_taken_over_and_comes_up_with_the_version_that_its_label_names() -> None:
+    label = Kept(0).published.label(5)
+    async with keeping(with_a_kept_server(label)) as kept:
+        digest = label.rpartition("-")[2]
+        assert await kept.next() == InstanceUp(0.0, ZERO, 1, slots=4, kv_tokens=1024, version=5, digest=digest)
+        assert kept.engines.taken_over == ["http://engine-0"]
+
+
+@pytest.mark.parametrize("label", [UNCONFIRMED, "default", "other/5-", "run/4-", "run/5-00000000", "run/5"])
+async def test_a_kept_server_with_a_label_of_no_journaled_version_comes_up_without_one(label: str) -> None:
+    right = Kept(0).published.label(5)
+    label += right.rpartition("-")[2] if label.endswith("-") else ""
+    async with keeping(with_a_kept_server(label)) as kept:
+        assert await kept.next() == InstanceUp(0.0, ZERO, 1, slots=4, kv_tokens=1024)
+        assert kept.servers[0].kills == 0
+
+
+async def test_a_server_that_was_just_started_is_not_taken_over_whatever_its_label_says() -> None:
+    kept = with_a_kept_server(Kept(0).published.label(5))
+    kept.servers[0].is_kept = False
+    async with keeping(kept):
+        assert await kept.next() == InstanceUp(0.0, ZERO, 1, slots=4, kv_tokens=1024)
+        assert kept.engines.taken_over == []
+
+
+async def test_a_kept_server_that_does_not_come_to_rest_is_killed_and_started_again() -> None:
+    kept = with_a_kept_server(Kept(0).published.label(5))
+    kept.engines.restless = {"http://engine-0"}
+    async with keeping(kept):
+        assert await kept.next() == InstanceUp(0.0, ZERO, 1, slots=4, kv_tokens=1024)
+        assert (kept.servers[0].starts, kept.servers[0].kills) == (2, 1)
+
+
+async def test_a_kept_server_unfit_for_this_configuration_is_started_again_for_it() -> None:
+    kept = with_a_kept_server("default")
+    examine = kept.engines.examine
+
+    async def small(url: str, *, timeout_s: float) -> Capabilities:
+        found = await examine(url, timeout_s=timeout_s)
+        return replace(found, kv_tokens=64) if kept.servers[0].is_kept else found
+
+    kept.engines.examine = small  # type: ignore[method-assign]
+    async with keeping(kept):
+        assert await kept.next() == InstanceUp(0.0, ZERO, 1, slots=4, kv_tokens=1024)
+        assert (kept.servers[0].starts, kept.servers[0].kills) == (2, 1)
 
 
 # -- health -----------------------------------------------------------------------------------------------------------
@@ -371,8 +432,8 @@ async def test_kv_that_rises_while_tokens_come_is_no_prefill(checked: Checked) -
 async def test_a_server_that_joins_gets_an_id_that_was_never_given() -> None:
     async with serving(Kept(2)) as kept:
         await kept.fleet.dismiss(InstanceId(1))
-        assert kept.fleet.join("http://engine-1") == 2
-        assert kept.fleet.join("http://engine-2") == 3
+        assert kept.fleet.join("http://engine-1", slots=4) == 2
+        assert kept.fleet.join("http://engine-2", slots=4) == 3
 
 
 async def test_a_server_that_leaves_is_stopped_and_reported_no_more() -> None:
@@ -386,18 +447,24 @@ async def test_a_server_that_leaves_is_stopped_and_reported_no_more() -> None:
         assert kept.is_silent
 
 
-async def test_no_more_servers_join_than_the_limit() -> None:
+async def test_servers_join_while_this_host_allows_a_connection_for_each_of_their_slots() -> None:
+    refusal = r"http://engine-3: the requests of 4 instances need up to 16 connections, but this host allows 12; raise"
     async with serving(Kept(2)) as kept:
-        kept.fleet.join("http://engine-2")
-        with pytest.raises(ConfigError, match="http://engine-3: the run already has 3 instances, the maximum"):
-            kept.fleet.join("http://engine-3")
+        kept.fleet.join("http://engine-2", slots=8)  # of which the run uses 4
+        with pytest.raises(ConfigError, match=refusal):
+            kept.fleet.join("http://engine-3", slots=8)
+    async with serving(Kept(1, slots=None)) as kept:
+        kept.rows[ZERO] = Instance(ZERO, slots=2)
+        kept.rows[kept.fleet.join("http://engine-1", slots=5)] = Instance(InstanceId(1), slots=5)
+        with pytest.raises(ConfigError, match=r"of 3 instances need up to 13 connections, but this host allows 12"):
+            kept.fleet.join("http://engine-3", slots=6)
 
 
 async def test_a_server_that_joined_and_turns_out_unfit_does_not_end_the_run() -> None:
     kept = Kept(1)
     async with serving(kept):
         kept.fleet._limits = replace(kept.fleet._limits, context_tokens=5000)
-        instance = kept.fleet.join("http://engine-9")
+        instance = kept.fleet.join("http://engine-9", slots=4)
         member = kept.fleet._members[instance]
         async with asyncio.timeout(10):
             assert member.keeper is not None
@@ -433,7 +500,7 @@ async def test_a_lost_external_server_is_waited_for(server: ScriptedServer, monk
     async with EngineClient(max_connections=1) as client, asyncio.timeout(20):
         external = ExternalServer(server.url, engine=SglangEngine(client))
         well(server, 503, 503, 200)
-        assert await external.start() == server.url
+        assert await external.start() == Started(server.url, is_kept=False)
         monkeypatch.setattr(fleet_module, "RETURN_TIMEOUT_S", 0.0)
         with pytest.raises(RemoteError, match="did not answer its health check for 0 s"):
             await external.start()

@@ -16,7 +16,7 @@ from dora.controller.in_flight import InFlight
 from dora.controller.inbox import Inbox
 from dora.controller.trajectories import Trajectories
 from dora.core.events import InstanceLost, InstanceUp
-from dora.core.ids import InstanceId
+from dora.core.ids import FOREIGN_VERSION, InstanceId
 from dora.core.tables import Instance
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.engine import SglangEngine
@@ -51,12 +51,11 @@ async def test_a_frozen_server_without_work_is_lost_by_its_health_and_comes_back
         fleet = Fleet(
             [ExternalServer(url, engine=engine)],
             engine=engine,
-            limits=FleetLimits(
-                instances=1, slots=2, kv_tokens=1024, context_tokens=128, model=seed_path(), path_map={}
-            ),
+            limits=FleetLimits(streams=2, slots=2, kv_tokens=1024, context_tokens=128, model=seed_path(), path_map={}),
             inbox=inbox,
             in_flight=in_flight,
             rows=rows,
+            version_of=lambda label: FOREIGN_VERSION,
             now=lambda: 0.0,
         )
         keeper = asyncio.create_task(fleet.run(), name="fleet")

@@ -14,6 +14,7 @@ from dora.core.core import handle
 from dora.core.ids import GroupId, InstanceId, TrajectoryId
 from dora.core.invariants import check
 from dora.core.state import State
+from dora.core.versions import digest_of
 from tests.core.world import settings
 
 C = TypeVar("C", bound=Command)
@@ -109,9 +110,14 @@ class Core:
 
     # -- instances ----------------------------------------------------------------------------------------------------
 
-    def up(self, instance: int, *, slots: int = 4, kv: int = 4096) -> list[Command]:
-        self.incarnations[instance] = self.incarnations.get(instance, 0) + 1
-        return self.tell(ev.InstanceUp(self.now, InstanceId(instance), self.incarnations[instance], slots, kv))
+    def up(
+        self, instance: int, *, slots: int = 4, kv: int = 4096, holds: int | None = None, digest: str | None = None
+    ) -> list[Command]:
+        """It answers, and is taken over with version `holds`, which has this digest unless another is given."""
+        self.incarnations[instance] = incarnation = self.incarnations.get(instance, 0) + 1
+        right = digest_of({"weights": str(holds)}) if holds is not None else ""
+        digest = right if digest is None else digest
+        return self.tell(ev.InstanceUp(self.now, InstanceId(instance), incarnation, slots, kv, holds, digest))
 
     def lost(self, instance: int, tokens: dict[int, int] | None = None) -> list[Command]:
         counts = {TrajectoryId(t): n for t, n in (tokens or {}).items()}
@@ -207,7 +213,7 @@ class Core:
         return self.tell(ev.TrainerReady(self.now, step))
 
     def publish(self, version: int) -> list[Command]:
-        return self.tell(ev.VersionPublished(self.now, version, 1, {}))
+        return self.tell(ev.VersionPublished(self.now, version, 1, {"weights": str(version)}))
 
     def train(self, step: int) -> list[Command]:
         """The trainer works off every wave of a closed step: the commands of all these events."""

@@ -22,8 +22,11 @@ from dora.core.invariants import check
 from dora.core.on_run import culprit
 from dora.core.state import State
 from dora.core.strategies import Settings
+from dora.core.versions import digest_of
 from tests.core.world import replay, require_room
 
+#: Of every version here.
+DIGEST: Final = digest_of({})
 #: Events that a job may still need once nothing fails any more; the largest job here takes a tenth of it.
 MAX_FAIR_EVENTS: Final = 10_000
 
@@ -430,6 +433,17 @@ class Outside:
         server = self.servers[instance]
         self.servers[instance] = Server(server.incarnation + 1, up=True, slots=slots, kv_tokens=kv_tokens)
         self.answer(ev.InstanceUp(self.now, instance, server.incarnation + 1, slots, kv_tokens))
+
+    def take_over(self, instance: InstanceId, *, digest: str) -> None:
+        """A server that nobody heard comes back as it was; its label tells what it holds, if a push has proved it."""
+        old = self.servers[instance]
+        version = old.version if old.version != FOREIGN_VERSION else None
+        is_right = version is not None and digest == DIGEST and version not in self.released
+        holds = version if version is not None and is_right else FOREIGN_VERSION
+        self.servers[instance] = Server(old.incarnation + 1, True, 1 + instance % 4, 300, holds, old.weights)
+        self.answer(ev.InstanceUp(self.now, instance, old.incarnation + 1, 1 + instance % 4, 300, version, digest))
+        taken = self.state.instances.get(instance)
+        assert taken is None or taken.incarnation != old.incarnation + 1 or is_right == (taken.version is not None)
 
     def lose(self, instance: InstanceId) -> None:
         self._void(instance)

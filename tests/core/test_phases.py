@@ -284,6 +284,12 @@ def a_step_was_trained_while_no_controller_lived() -> None:
     core.ready(1)
 
 
+def a_server_is_taken_over() -> None:
+    core = started()
+    core.restarted()
+    core.up(0, holds=0)
+
+
 G, T, W, M = GroupPhase, TrajectoryPhase, WeightsPhase, Membership
 #: Changes that random jobs make hardly ever: a list of events for each.
 RARE: Final[dict[Change, Callable[[], object]]] = {
@@ -311,6 +317,7 @@ RARE: Final[dict[Change, Callable[[], object]]] = {
     ("WEIGHTS", W.DRAINING, W.SERVING, ev.InstanceDrainRequested): a_draining_instance_is_drained_by_request,
     ("WEIGHTS", W.DRAINING, W.LOST, ev.InstanceLost): a_draining_instance_is_lost,
     ("WEIGHTS", W.DRAINING, W.LOST, ev.ControllerRestarted): a_controller_restarts_during_a_move,
+    ("WEIGHTS", W.LOST, W.SERVING, ev.InstanceUp): a_server_is_taken_over,
 }
 
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from dora.core import events as ev
 from dora.core.orchestration import SWITCHES, orchestration_of
 from dora.core.strategies import Settings, rules_of
-from tests.core.outside import Outside
+from tests.core.outside import DIGEST, Outside
 from tests.core.test_sweep import CALLS
 
 _INDEX = st.integers(0, 11)
@@ -189,6 +189,11 @@ class AnyOrder(RuleBasedStateMachine):
     def come_up(self, index: int, slots: int, kv_tokens: int) -> None:
         down = [i for i, s in self.outside.servers.items() if not s.up and i not in self.outside.dismissed]
         self.outside.come_up(pick(down, index), slots=slots, kv_tokens=kv_tokens)
+
+    @while_running(lambda o: any(not s.up for s in o.servers.values()))
+    @rule(index=_INDEX, digest=st.sampled_from([DIGEST, DIGEST, DIGEST, DIGEST[::-1], ""]))
+    def take_over(self, index: int, digest: str) -> None:
+        self.outside.take_over(pick([i for i, s in self.outside.servers.items() if not s.up], index), digest=digest)
 
     @while_running(lambda o: any(s.up for s in o.servers.values()))
     @rule(index=_INDEX)

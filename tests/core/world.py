@@ -11,6 +11,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.core import handle
@@ -20,6 +22,7 @@ from dora.core.on_run import culprit
 from dora.core.orchestration import SWITCHES, Orchestration, orchestration_of
 from dora.core.state import State
 from dora.core.strategies import Settings, rules_of
+from dora.core.versions import digest_of
 
 
 def settings(strategy: str = "dora", *, max_staleness: int = 2, **changes: object) -> Settings:
@@ -62,6 +65,7 @@ class Faults:
     call_fails: float = 0.0
     call_ends: float = 0.0  #: the environment ends the episode
     replayable: float = 0.0  #: per call that is under way when the controller ends
+    kept: float = 0.0  #: a server survives the controller's end, with its weights
 
 
 @dataclass
@@ -93,6 +97,7 @@ class World:
         self.journal: list[tuple[ev.Event, list[cmd.Command]]] = []
         self.running: dict[TrajectoryId, tuple[int, int, InstanceId, float]] = {}
         self.held: dict[InstanceId, int] = {}  #: version of each server
+        self.confirmed: set[InstanceId] = set()  #: servers with a push that has succeeded, and none since
         self.marks: dict[TrajectoryId, list[ev.Span]] = {}  #: spans of running requests that weights have ended
         self.totals: dict[TrajectoryId, int] = {}
         self.turns: dict[TrajectoryId, int] = {}  #: tokens when the turn under way ends
@@ -252,6 +257,7 @@ class World:
     def _PushWeights(self, order: cmd.PushWeights) -> None:
         incarnation = self.incarnation[order.instance]
         fails = self.chance(self.faults.push_fails)
+        self.confirmed.discard(order.instance)
 
         def end() -> ev.Event | None:
             if self.incarnation[order.instance] != incarnation or order.instance not in self.alive:
@@ -261,6 +267,7 @@ class World:
             for t in [t for t, r in self.running.items() if r[2] == order.instance]:
                 self.marks[t].append(self._span(t, end=self.produced(t)))
             self.held[order.instance] = order.version
+            self.confirmed.add(order.instance)
             return ev.WeightPushFinished(self.now, order.instance, order.attempt, order.version)
 
         self.at(self.push_s, end)
@@ -307,13 +314,17 @@ class World:
 
     # -- the fleet and its faults -------------------------------------------------------------------------------------
 
-    def _up(self, i: int) -> Callable[[], ev.Event | None]:
+    def _up(self, i: int, *, kept: bool = False) -> Callable[[], ev.Event | None]:
         def up() -> ev.Event | None:
             if i in self.alive:
                 return None  # a restarted controller was faster
             self.incarnation[i] += 1
             self.alive.add(i)
-            return ev.InstanceUp(self.now, InstanceId(i), self.incarnation[i], self.slots, self.kv_tokens)
+            found = ev.InstanceUp(self.now, InstanceId(i), self.incarnation[i], self.slots, self.kv_tokens)
+            if kept and i in self.confirmed:
+                return msgspec.structs.replace(found, version=self.held[InstanceId(i)], digest=digest_of({}))
+            self.confirmed.discard(InstanceId(i))
+            return found
 
         return up
 
@@ -348,7 +359,7 @@ class World:
         self.running.clear()
         self.alive.clear()
         for i in range(self.num_instances):
-            self.at(0.5, self._up(i))
+            self.at(0.5, self._up(i, kept=self.chance(self.faults.kept)))
         step = self.resume_step
         for s in [s for s in self.micro_batches if s >= step]:
             del self.micro_batches[s]

@@ -139,6 +139,7 @@ class Told:
     versions: dict[int, dict[str, Any]] = field(default_factory=dict)
     saved: list[dict[str, Any]] = field(default_factory=list)
     evaluated: Counter[int] = field(default_factory=Counter)
+    taken_over: int = 0  # servers, with a version
     finished: bool = False
 
 
@@ -175,6 +176,15 @@ def _take_event(told: Told, event: dict[str, Any]) -> None:
             require(known["files"] == event["files"], f"version {event['version']} has two contents")
             require(known["chain"] == event["chain"], f"version {event['version']} has two histories")
             require(not event["differs"], f"version {event['version']} was made again with other bytes")
+        case "InstanceUp" if event.get("version") is not None:
+            files = told.versions.get(event["version"], {}).get("files")
+            require(files is not None, f"a server is taken over with version {event['version']}, which is not known")
+            told.taken_over += 1
+            listed = "".join(f"{files[name]}  {name}\n" for name in sorted(files))
+            require(
+                event["digest"] == hashlib.sha256(listed.encode()).hexdigest()[:8],
+                f"a server is taken over with other bytes of version {event['version']}",
+            )
         case "CheckpointSaved":
             told.saved.append(event)
         case "ControllerRestarted":

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,13 +44,15 @@ from dora.transport.messages import TrainerFailed
 from tests.crash.disk import Disk, Step, Tree
 from tests.crash.environment import Converse, Hosts, NumberRenderer
 from tests.crash.loop import run
-from tests.crash.models import End, Engines, Faults, Graders, Server, TrainerModel, make_model
+from tests.crash.models import TORN, End, Engines, Faults, Graders, Held, Server, TrainerModel, make_model
 
 RUN_ID = "test-20260101-000000-abcd"
 INSTANCES = 2
 FULL_S = 90.0  #: time for which a disk is full, after FULL_FROM_S
 FULL_FROM_S = 1.0
 FAULTS = Faults()
+#: Share of the kept servers that come from elsewhere.
+FOREIGN = 0.1
 
 
 @contextlib.contextmanager
@@ -76,6 +78,7 @@ class Plan:
     fails_at: float | None = None  # seconds; the first trainer fails then
     calls: bool = False  # episodes have several turns
     can_replay: bool = False  # episodes of a lost host are repeated
+    keeps_servers: bool = False  # they outlive their controller, in whatever state they are
     fills: str = ""  # a part of the path of each file for which the first controller's disk has no room for a while
     faults: Faults = FAULTS
 
@@ -89,15 +92,49 @@ class Seen:
     num_steps: int  # of the disk, before
 
 
+@dataclass(frozen=True)
+class Change:
+    """A change of what a server holds."""
+
+    url: str
+    held: Held | None  # None: it has ended
+    num_steps: int  # of the disk, before
+
+
 @dataclass
 class Life:
     """The result of one life."""
 
     disk: Disk
+    kept: Mapping[str, Held] = field(default_factory=dict)  # servers that an earlier life left
+    changes: list[Change] = field(default_factory=list)
     seen: list[Seen] = field(default_factory=list)
     outcome: Outcome | None = None
     refusal: DoraError | None = None  # it ended with an error for the user
     said: str = ""
+
+    def servers_at(self, point: int, *, rng: random.Random) -> dict[str, Held]:
+        """What each server holds some time after a crash at this point.
+
+        A load that was under way may still end, or stop halfway. Some servers come from elsewhere: their label has
+        another digest, or names another run.
+        """
+        held: dict[str, Held | None] = {**self.kept}
+        loading: dict[str, Held | None] = {}
+        for change in self.changes:
+            if change.num_steps <= point:
+                held[change.url] = change.held
+                loading.pop(change.url, None)
+            else:
+                loading.setdefault(change.url, change.held)
+        kept = {url: one for url, one in held.items() if one is not None}
+        for url, (label, policy) in kept.items():
+            later = loading.get(url)
+            if policy == TORN and later is not None and rng.random() < 0.5:
+                kept[url] = later
+            elif rng.random() < FOREIGN:
+                kept[url] = (rng.choice([label[:-1] + ("1" if label[-1] == "0" else "0"), f"other-{label}"]), TORN)
+        return kept
 
 
 class World:
@@ -147,7 +184,7 @@ class World:
         disk = Disk(self.path, tree)
         if self.plan.fills:
             disk.before = partial(self._fill, disk)
-        return self._live(disk, seed=seed, is_new=True)
+        return self._live(disk, seed=seed, is_new=True, kept={})
 
     def _fill(self, disk: Disk, step: Step) -> None:
         """Refuse a step that needs space in the run folder while there is none."""
@@ -157,15 +194,23 @@ class World:
         if needs and is_full and place.startswith("runs/") and self.plan.fills in place:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def resume(self, tree: Tree, *, seed: str, before: Callable[[Step], None] | None = None) -> Life:
-        """Resume a world as `dora run --resume` does; `before` is called with each file operation."""
+    def resume(
+        self,
+        tree: Tree,
+        *,
+        seed: str,
+        before: Callable[[Step], None] | None = None,
+        kept: Mapping[str, Held] | None = None,
+    ) -> Life:
+        """Resume a world as `dora run --resume` does; `before` is called with each file operation. `kept`: what the
+        servers hold that an earlier life left."""
         tree.lay_out(self.path)
         disk = Disk(self.path, tree)
         disk.before = before or disk.before
-        return self._live(disk, seed=seed, is_new=False)
+        return self._live(disk, seed=seed, is_new=False, kept=kept or {})
 
-    def _live(self, disk: Disk, *, seed: str, is_new: bool) -> Life:
-        life = Life(disk)
+    def _live(self, disk: Disk, *, seed: str, is_new: bool, kept: Mapping[str, Held]) -> Life:
+        life = Life(disk, kept)
         rng = random.Random(f"life {seed}")
         with quiet(), files.observed(disk.observe):
             try:
@@ -190,7 +235,13 @@ class World:
             synced = life.disk.synced_bytes(self.folder.journal)
             life.seen.append(Seen(what, synced, len(life.disk.steps)))
 
-        engines = Engines(seed=seed, faults=self.plan.faults, pushed=lambda label: note(f"push {label}"))
+        engines = Engines(
+            seed=seed,
+            faults=self.plan.faults,
+            pushed=lambda label: note(f"push {label}"),
+            changed=lambda url, held: life.changes.append(Change(url, held, len(life.disk.steps))),
+            kept=life.kept,
+        )
         graders: Any = Graders(faults=self.plan.faults)
         hosts: Any = Hosts(rng, self.plan.can_replay, lambda episode, turn: note(f"call {episode}/{turn}"))
         renderer: Any = NumberRenderer()
@@ -255,7 +306,7 @@ class World:
             list(servers),
             engine=SglangEngine(engines),  # type: ignore[arg-type]
             limits=FleetLimits(
-                instances=8,
+                streams=64,
                 slots=config.slots,
                 kv_tokens=config.kv_tokens,
                 context_tokens=config.longest_request,
@@ -265,5 +316,6 @@ class World:
             inbox=opened.inbox,
             in_flight=opened.in_flight,
             rows=opened.job.state.instances,
+            version_of=opened.published.version_of,
             now=opened.now,
         )

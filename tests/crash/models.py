@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 
 from dora import files
+from dora.controller.fleet import Started
 from dora.core.strategies import Pause
 from dora.engine.api import GenerateRequest, GenerateResult, OnTokens
 from dora.engine.errors import RequestRefused, ServerGone
@@ -52,30 +53,51 @@ def make_model(folder: Path, *, like: Path) -> None:
 
 @dataclass(frozen=True)
 class Faults:
-    """Failure rates of requests and grades."""
+    """Failure rates of requests and grades, and durations."""
 
     gone: float = 0.02
     refused: float = 0.03
     ungraded: float = 0.03
     grade_s: float = 0.005  #: duration of a grade, multiplied by up to 6
+    load_s: float = 0.01  #: duration of a load of weights
 
 
 # -- servers ----------------------------------------------------------------------------------------------------------
 
 
+#: Label and policy of a server.
+Held = tuple[str, str]
+FRESH: Held = ("default", "")
+#: The policy of a server whose weights no label may vouch for, such as those of half a load: its tokens break C1.
+TORN = "f" * 32
+#: Share of the kept servers that cannot be taken over.
+LAME = 0.1
+
+
 class Engines:
     """All servers of a run: the calls of SGLang's client."""
 
-    def __init__(self, *, seed: str, faults: Faults, pushed: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        *,
+        seed: str,
+        faults: Faults,
+        pushed: Callable[[str], None],
+        changed: Callable[[str, Held | None], None],
+        kept: Mapping[str, Held],
+    ) -> None:
+        """`changed` is told what a server holds whenever that changes. `kept`: by url, what an earlier life left."""
         self._seed = seed
         self._faults = faults
         self._pushed = pushed
-        self.held: dict[str, tuple[str, str]] = {}  # label and policy by url
+        self._changed = changed
+        self.kept = dict(kept)  # until they are killed
+        self.held = dict(kept)  # by url
         self.stopped: set[str] = set()  # request ids
         self.dying: dict[str, asyncio.Event] = {}
 
     async def generate(self, url: str, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
-        label, policy = self.held.setdefault(url, ("default", ""))
+        label, policy = self.held.setdefault(url, FRESH)
         trajectory = trajectory_of(request.id)
         if trajectory is None:  # the probe
             return GenerateResult("length", ((label, 0, 1),), 1, 0)
@@ -115,49 +137,66 @@ class Engines:
         return {"version": "model"}
 
     async def weight_version(self, url: str) -> str:
-        return self.held.setdefault(url, ("default", ""))[0]
+        return self.held.setdefault(url, FRESH)[0]
+
+    def hold(self, url: str, held: Held | None) -> None:
+        """Change what a server holds; None: it has ended."""
+        if held is None:
+            self.held.pop(url, None)
+            self.kept.pop(url, None)
+        else:
+            self.held[url] = held
+        self._changed(url, held)
+
+    async def set_label(self, url: str, label: str) -> None:
+        self.hold(url, (label, self.held.setdefault(url, FRESH)[1]))
 
     async def has_route(self, url: str, path: str) -> bool:
         return False
+
+    async def update(self, url: str, path: str, body: dict[str, Any]) -> None:
+        raise RequestRefused(f"{url}{path}: Not Found", status=404, retryable=False)
 
     async def health(self, url: str, *, timeout_s: float) -> None:
         return
 
     async def resume(self, url: str) -> None:
-        return
+        if url in self.kept and random.Random(f"{self._seed} {url}").random() < LAME:
+            raise ServerGone(f"{url}: cannot connect")
 
     async def pause(self, url: str, mode: Pause) -> None:
         return
 
-    async def flush_cache(self, url: str) -> bool:
+    async def flush_cache(self, url: str, *, timeout_s: float | None = None) -> bool:
         return True
 
     async def update_weights_from_disk(self, url: str, folder: str, label: str, *, timeout_s: float) -> None:
-        await asyncio.sleep(0.01)
+        self.hold(url, (self.held.setdefault(url, FRESH)[0], TORN))
+        await asyncio.sleep(self._faults.load_s)
         try:
-            self.held[url] = (label, (Path(folder) / POLICY).read_text())
+            self.hold(url, (label, (Path(folder) / POLICY).read_text()))
         except OSError as err:
             raise RequestRefused(f"{url}: {err}", status=400, retryable=False) from err
         self._pushed(label)
 
 
 class Server:
-    """A server process that is up as soon as it is started."""
+    """A server process that is up as soon as it is started; an earlier life may have left one running."""
 
     def __init__(self, url: str, engines: Engines) -> None:
         self.url = url
         self._engines = engines
 
-    async def start(self) -> str:
+    async def start(self) -> Started:
         self._engines.dying[self.url] = asyncio.Event()
-        return self.url
+        return Started(self.url, is_kept=self.url in self._engines.kept)
 
     async def ended(self) -> str:
         await self._engines.dying[self.url].wait()
         return f"{self.url} died"
 
     async def kill(self) -> None:
-        self._engines.held.pop(self.url, None)
+        self._engines.hold(self.url, None)
 
     async def stop(self) -> None:
         return

@@ -17,12 +17,15 @@ from tests.crash.checker import Broken, Checker, Expected, check_order, lost_in
 from tests.crash.disk import Disk, File, Kind, Tree, crashed
 from tests.crash.life import Life, Plan, World
 from tests.crash.loop import DELAYS
-from tests.crash.models import Faults
+from tests.crash.models import Faults, Held
 
 #: Age from which a line survives a power failure: a pause between syncs, and the delays of those of four files.
 LINES_S = SAVE_EVERY_S + 4 * max(DELAYS)
 #: Maximum number of resumes that crash in a row.
 DEPTH = 4
+
+#: Controllers die while servers load weights.
+SLOW_LOADS = Faults(load_s=0.4)
 
 PLANS = {
     plan.name: plan
@@ -38,6 +41,8 @@ PLANS = {
         Plan("rollout-only", rollout_only=True),
         Plan("synchronous", ("rollout.max_staleness=0", "trainer.checkpoint_every=1")),
         Plan("calls", ("eval.every=2",), calls=True),
+        Plan("kept-servers", ("eval.every=1",), keeps_servers=True, faults=SLOW_LOADS),
+        Plan("kept-servers-with-calls", keeps_servers=True, calls=True, can_replay=True, faults=SLOW_LOADS),
         Plan("replayed-calls", calls=True, can_replay=True),
         Plan(
             "no-room-for-versions",
@@ -80,9 +85,10 @@ class Prober:
         tree = crashed(self.base.disk, point=point, kind=kind, rng=rng)
         require_lines(self.base.disk, tree, point=point)
         calls = _calls(self.base, until=point)
+        kept = self._kept(self.base, point, rng)
         for depth in range(1, (DEPTH if nested else 1) + 1):
             tally.points += 1
-            life = self.world.resume(tree, seed=f"{self.seed} {point} {kind} {depth}")
+            life = self.world.resume(tree, seed=f"{self.seed} {point} {kind} {depth}", kept=kept)
             self._require_order(life)
             again = calls & _calls(life, until=len(life.disk.steps))
             if again and not self.world.plan.can_replay:
@@ -96,6 +102,11 @@ class Prober:
             tree = crashed(life.disk, point=at, kind=rng.choice(("kill", "power")), rng=rng)
             require_lines(life.disk, tree, point=at)
             calls |= _calls(life, until=at)
+            kept = self._kept(life, at, rng)
+
+    def _kept(self, life: Life, point: int, rng: random.Random) -> dict[str, Held]:
+        """What the servers hold that outlive a crash at this point."""
+        return life.servers_at(point, rng=rng) if self.world.plan.keeps_servers else {}
 
     def _require_order(self, life: Life) -> None:
         journal = life.disk.tree.get(self.world.folder.journal.relative_to(self.world.path).parts)

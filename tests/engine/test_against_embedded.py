@@ -17,6 +17,7 @@ from dora.config.schema import Config, EngineConfig, RolloutConfig
 from dora.engine.api import GenerateRequest
 from dora.engine.engines import open_engine, require_engine
 from dora.engine.errors import PushFailed, ServerGone
+from dora.engine.names import UNCONFIRMED
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.engine import SglangEngine
 from dora.engine.sglang.probe import probe
@@ -196,13 +197,13 @@ async def test_a_push_to_a_server_at_work_is_refused_and_disturbs_nothing(
     assert result.spans == (("run/0", 0, len(tokens.token_ids)),)
 
 
-async def test_a_push_of_a_missing_folder_leaves_the_server_serving(
+async def test_a_push_of_a_missing_folder_leaves_the_server_serving_without_a_label(
     url: str, client: EngineClient, tmp_path: Path
 ) -> None:
     with pytest.raises(PushFailed) as failed:
         await push(PushTarget(client, url), folder=tmp_path / "absent", label="run/9", timeout_s=30)
     assert (failed.value.stage, failed.value.doubtful) == ("update", True)
-    assert await client.weight_version(url) == "run/0"
+    assert await client.weight_version(url) == UNCONFIRMED
     assert (await client.generate(url, REQUEST, Tokens())).num_tokens == 24
 
 

@@ -451,7 +451,7 @@ async def test_a_bucket_is_not_sent_to_a_server_outside_its_group(server: Script
     server.says("/destroy_weights_update_group", {"success": True, "message": ""})
     server.says("/update_weights_from_distributed", {"success": True, "message": ""})
     endpoint = PushTarget(client, server.url)
-    bucket: dict[str, Any] = {"names": [], "dtypes": [], "shapes": [], "label": None, "timeout_s": 10.0}
+    bucket: dict[str, Any] = {"names": [], "dtypes": [], "shapes": [], "timeout_s": 10.0}
     with pytest.raises(RemoteError, match="has not joined group 'g0'"):
         await endpoint.receive("g0", **bucket)
     await endpoint.join_group("g0", address="127.0.0.1", port=1, world_size=2, backend="gloo", timeout_s=10)

@@ -17,8 +17,10 @@ import psutil
 import pytest
 import torch
 
+from dora.core.strategies import Pause
 from dora.embedded.server import ServeOptions, running
 from dora.engine.errors import PushFailed
+from dora.engine.names import UNCONFIRMED
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.distributed import Distributed
 from dora.engine.sglang.orders import Listening, Scored, Send, Sent
@@ -71,6 +73,14 @@ class Recorded(PushTarget):
         await super().update_weights(folder, label, timeout_s=timeout_s)
         await self._note("disk")
 
+    async def resume(self) -> None:
+        await super().resume()
+        await self._note("resume")
+
+    async def set_label(self, label: str) -> None:
+        await super().set_label(label)
+        await self._note("label")
+
     async def receive(self, group: str, **bucket: Any) -> None:
         await super().receive(group, **bucket)
         await self._note("bucket")
@@ -102,16 +112,31 @@ def require_b(client: EngineClient, reference_b: Reference) -> Require:
     return require
 
 
-async def test_a_version_moves_and_its_label_comes_with_the_last_bucket(
+async def test_a_version_moves_and_its_label_comes_once_it_is_verified(
     client: EngineClient, give: Give, require_b: Require, model_a: Path
 ) -> None:
     async with engine(model_a, weight_version="start") as url:
         server = Recorded(client, url)
         await give(server)
         await require_b(url)
-    buckets = len(server.calls) - 2
+    buckets = len(server.calls) - 4
     assert buckets > 3
-    assert server.calls == [*[("bucket", "start")] * buckets, ("bucket", "run/1"), ("leave", "run/1")]
+    names = ["label", *["bucket"] * buckets, "leave", "resume"]
+    assert server.calls == [*[(name, UNCONFIRMED) for name in names], ("label", "run/1")]
+
+
+async def test_a_version_for_live_requests_has_its_label_before_they_continue(
+    client: EngineClient, senders: Senders, require_b: Require, model_a: Path, model_b: Path
+) -> None:
+    transfer = Distributed(senders, otherwise=Disk(), dtype="float32", use_nccl=False)
+    async with engine(model_a, weight_version="start") as url:
+        server = Recorded(client, url)
+        await push(server, folder=model_b, label="run/1", timeout_s=PUSH_S, transfer=transfer, live="in_place")
+        await require_b(url)
+    assert server.calls == [
+        *[("label", UNCONFIRMED), ("bucket", UNCONFIRMED), ("leave", UNCONFIRMED)],
+        *[("label", "run/1"), ("resume", "run/1"), ("label", "run/1")],
+    ]
 
 
 async def test_a_server_with_an_update_gate_gets_its_buckets_between_begin_and_end(
@@ -121,7 +146,7 @@ async def test_a_server_with_an_update_gate_gets_its_buckets_between_begin_and_e
         server = Recorded(client, url)
         await give(server)
     names = [name for name, _ in server.calls]
-    assert names == ["begin", *["bucket"] * (len(names) - 3), "end", "leave"]
+    assert names == ["label", "begin", *["bucket"] * (len(names) - 6), "end", "leave", "resume", "label"]
 
 
 async def test_the_gate_is_closed_after_a_failure_so_that_the_next_push_can_open_it(
@@ -154,11 +179,12 @@ async def test_a_server_that_cannot_join_a_group_reads_the_folder(
         server = DataParallel(client, url)
         await give(server)
         await require_b(url)
-    assert server.calls == [("disk", "run/1")]
+    assert server.calls == [("label", UNCONFIRMED), ("disk", "run/1"), ("resume", "run/1")]
 
 
-async def test_weights_that_lack_a_bucket_are_found_by_their_log_probs(
-    client: EngineClient, give: Give, model_a: Path
+@pytest.mark.parametrize("live", [None, "in_place"])
+async def test_weights_that_lack_a_bucket_are_found_by_their_log_probs_and_leave_no_label(
+    client: EngineClient, senders: Senders, live: Pause | None, model_a: Path, model_b: Path
 ) -> None:
     class Forgets(PushTarget):
         """Takes every bucket, and keeps what it had in place of one tensor."""
@@ -171,10 +197,13 @@ async def test_weights_that_lack_a_bucket_are_found_by_their_log_probs(
             return None
 
     async with engine(model_a) as url:
+        transfer = Distributed(senders, otherwise=Disk(), dtype="float32", use_nccl=False, bucket_bytes=SMALL_BUCKETS)
         with pytest.raises(PushFailed, match=r"the log-probs differ by up to .* from those under") as failed:
-            await give(Forgets(client, url))
+            await push(
+                Forgets(client, url), folder=model_b, label="run/1", timeout_s=PUSH_S, transfer=transfer, live=live
+            )
         assert (failed.value.stage, failed.value.doubtful) == ("verify", True)
-        assert await client.weight_version(url) == "run/1"  # which is why the label is no proof
+        assert await client.weight_version(url) == UNCONFIRMED
 
 
 async def test_nan_log_probs_are_not_equal(client: EngineClient, give: Give, model_a: Path) -> None:

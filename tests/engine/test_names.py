@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.engine.names import request_id, version_in, version_label
+from dora.engine.names import UNCONFIRMED, digest_in, request_id, version_in, version_label
 
 KEYS = st.tuples(
     st.sampled_from(["a", "ab", "run-7"]),
@@ -34,12 +34,12 @@ def test_what_does_not_fit_the_width_is_an_error(epoch: int, trajectory: int, at
 
 
 def test_the_version_in_a_label_is_known_to_its_own_run_only() -> None:
-    label = version_label("a/run", 12, checksum="0123456789abcdef")
-    assert label == "a/run/12-01234567"
+    label = version_label("a/run", 12, digest="01234567")
+    assert (label, digest_in(label)) == ("a/run/12-01234567", "01234567")
     assert version_in(label, run_id="a/run") == 12
     assert version_in(label, run_id="run") is None
 
 
-@pytest.mark.parametrize("label", ["default", "run/", "run/x-1", "run/²-1", "run/-1"])
+@pytest.mark.parametrize("label", [UNCONFIRMED, "default", "run/", "run/x-1", "run/²-1", "run/-1"])
 def test_a_label_that_is_not_ours_names_no_version(label: str) -> None:
     assert version_in(label, run_id="run") is None

@@ -10,14 +10,19 @@ import pytest
 
 from dora.core.strategies import Pause
 from dora.engine.errors import PushFailed
+from dora.engine.names import UNCONFIRMED
 from dora.engine.paths import map_path
 from dora.engine.sglang import push as push_module
 from dora.engine.sglang.push import Disk, push
 from dora.engine.sglang.target import PushTarget
 from dora.errors import RemoteError
 
-CALLS = ["is_empty", "flush_cache 1", "pause in_place", "update_weights", "flush_cache 2", "weight_version", "resume"]
-STAGES = ["drain", "drain", "pause", "update", "flush after update", "read back", "continue"]
+UNNAME = f"set_label {UNCONFIRMED}"
+CALLS = [
+    *("is_empty", "flush_cache 1", "pause in_place"),
+    *(UNNAME, "update_weights", "flush_cache 2", "resume", "weight_version"),
+]
+STAGES = ["drain", "drain", "pause", "update", "update", "flush after update", "continue", "read back"]
 AFTER_UPDATE = {"update", "flush after update", "read back", "continue"}
 
 
@@ -63,6 +68,9 @@ class Server:
     async def update_weights(self, folder: str, label: str, *, timeout_s: float) -> None:
         await self._call("update_weights", weights=label, label=label)
 
+    async def set_label(self, label: str) -> None:
+        await self._call(f"set_label {label}", label=label)
+
     async def weight_version(self) -> str:
         await self._call("weight_version")
         return self.label
@@ -88,6 +96,7 @@ async def test_a_failure_at_any_stage_leaves_the_server_serving_or_is_doubtful(c
     assert failed.value.stage == stage
     assert failed.value.doubtful is (stage in AFTER_UPDATE)
     assert failed.value.doubtful or (server.weights == "run/1" and not server.is_paused)
+    assert server.label in (server.weights, UNCONFIRMED)
     assert str(failed.value).startswith(f"weight push failed at '{stage}': ")
 
 
@@ -120,14 +129,14 @@ async def test_an_update_that_is_accepted_and_ignored_is_found_by_reading_back()
         async def update_weights(self, folder: str, label: str, *, timeout_s: float) -> None:
             await self._call("update_weights")
 
-    with pytest.raises(PushFailed, match="reports version 'run/1', expected 'run/2'") as failed:
+    with pytest.raises(PushFailed, match="reports version 'unconfirmed', expected 'run/2'") as failed:
         await push_to(Ignores())
     assert (failed.value.stage, failed.value.doubtful) == ("read back", True)
 
 
 async def test_weights_that_are_found_wrong_once_the_server_serves_again_are_doubtful() -> None:
     class Wrong(Disk):
-        async def verify(self, server: PushTarget, folder: Path, *, timeout_s: float) -> None:
+        async def verify(self, server: PushTarget, folder: Path, label: str, *, timeout_s: float) -> None:
             assert not server.is_paused  # it could not answer
             raise RemoteError("its log-probs differ")
 
@@ -200,8 +209,8 @@ def test_the_longest_prefix_in_whole_components_is_mapped(folder: str, seen: str
 
 
 LIVE_CALLS = {
-    "in_place": ["pause in_place", "update_weights", "weight_version", "resume"],
-    "retract": ["pause retract", "update_weights", "flush_cache 1", "weight_version", "resume"],
+    "in_place": ["pause in_place", UNNAME, "update_weights", "resume", "weight_version"],
+    "retract": ["pause retract", UNNAME, "update_weights", "flush_cache 1", "resume", "weight_version"],
 }
 
 

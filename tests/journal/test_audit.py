@@ -13,6 +13,7 @@ from dora.core import events as ev
 from dora.core.core import handle
 from dora.core.ids import GroupId, InstanceId
 from dora.core.phases import GroupPhase
+from dora.core.versions import digest_of
 from dora.journal.audit import audit, audit_entries
 from dora.journal.audit_report import render
 from dora.journal.reader import Journal
@@ -137,16 +138,19 @@ def test_every_strategy_is_clean_under_faults_and_restarts(strategy: str) -> Non
         zero_variance=0.2,
         controller_restarts=0.15,
         late_completion=0.1,
+        kept=0.5,
     )
-    restarts = failed = 0
+    restarts = failed = taken_over = 0
     for seed in range(4):
         world = run(strategy, seed=seed, faults=faults, max_attempts=3, max_top_up=1000.0, prompts=40, checked=False)
         report = audit_entries(world.settings, world.journal)
         assert report.violations == ()
         restarts += report.restarts
         failed += report.groups["failed"]
+        taken_over += sum(isinstance(e, ev.InstanceUp) and e.version is not None for e, _ in world.journal)
     assert restarts
     assert failed
+    assert taken_over
 
 
 def test_a_journal_that_breaks_off_is_clean_and_counts_what_is_in_flight(world: World, entries: Entries) -> None:
@@ -206,6 +210,63 @@ def test_a_request_on_an_instance_of_another_version_is_named(entries: Entries, 
     other = next(instance for instance, version in holds.items() if version != 3 and instance != order.instance)
     messages = found(with_command(entries, at, instance=other))
     assert f"goes to instance {other}" in messages[f"C1 serving: trajectory {order.trajectory}"]
+
+
+@pytest.fixture(scope="module")
+def taken_over() -> Core:
+    """A new controller takes instance 0 over with version 0, which is needed."""
+    core = started()
+    core.restarted(dict.fromkeys(range(4), 0))
+    core.up(0, holds=0)
+    return core
+
+
+TAKEN_OVER = "C1 serving: instance 0 is taken over with version"
+
+
+def taken_over_as(core: Core, **changes: object) -> set[str]:
+    """Violations if the server had come with these; every answer of version 0 continues there."""
+    at, _ = first_event(core.journal, ev.InstanceUp, lambda e: e.version is not None)
+    found = audited(core, lambda entries: with_event(entries, at, **changes))
+    work = {v for v in found if "goes to instance 0, which holds no confirmed version" in v}
+    assert {v.split()[3] for v in work} == {"0", "1", "2", "3"}
+    return found - work
+
+
+def test_a_server_taken_over_with_a_needed_version_may_serve_it(taken_over: Core) -> None:
+    report = audit_entries(taken_over.state.settings, taken_over.journal)
+    assert report.violations == ()
+    assert taken_over.state.instances[InstanceId(0)].residents
+
+
+def test_work_for_a_server_that_was_taken_over_without_a_version_is_named(taken_over: Core) -> None:
+    assert not any(v.startswith(TAKEN_OVER) for v in taken_over_as(taken_over, version=None, digest=""))
+
+
+@pytest.mark.parametrize("digest", ["", "00000000"])
+def test_a_server_taken_over_with_other_bytes_than_the_journaled_ones_is_named(taken_over: Core, digest: str) -> None:
+    known = digest_of({"weights": "0"})
+    named = f"{TAKEN_OVER} 0 and digest '{digest}', but it was published with '{known}'"
+    assert named in taken_over_as(taken_over, digest=digest)
+
+
+def test_a_server_taken_over_with_a_version_that_was_never_published_is_named(taken_over: Core) -> None:
+    digest = digest_of({"weights": "1"})
+    named = f"{TAKEN_OVER} 1 and digest '{digest}', but it was never published"
+    assert named in taken_over_as(taken_over, version=1, digest=digest)
+
+
+def test_a_server_taken_over_with_a_version_that_nothing_needs_holds_none() -> None:
+    core = started(groups_per_step=1, slots=2, max_staleness=0)
+    core.answer(0)
+    core.train(0)
+    core.publish(1)
+    core.restarted()
+    core.up(0, holds=0)
+    assert audit_entries(core.state.settings, core.journal).violations == ()
+    work = [cmd.AdmitGroup(GroupId(1), 1, 1), generate(2, on=0, version=1)]
+    found = audited(core, lambda entries: with_commands(entries, len(entries) - 1, work))
+    assert any("goes to instance 0, which holds no confirmed version" in v for v in found)
 
 
 def test_a_push_onto_a_busy_instance_is_named(entries: Entries, found: Found) -> None:

@@ -18,7 +18,7 @@ from tests.core.world import settings
 INSTANCE, TRAJECTORY, GROUP = InstanceId(2), TrajectoryId(-7), GroupId(3)
 
 EVENTS: list[ev.AnyEvent] = [
-    ev.InstanceUp(0.5, INSTANCE, 1, 8, 4096),
+    ev.InstanceUp(0.5, INSTANCE, 1, 8, 4096, 3, "0a1b2c3d"),
     ev.InstanceLost(1.0, INSTANCE, 1, {TRAJECTORY: 5, TrajectoryId(9): 0}, "gone"),
     ev.ProgressReported(1.0, INSTANCE, {TRAJECTORY: 6}),
     ev.PrefillReported(1.0, INSTANCE),
@@ -83,6 +83,12 @@ def test_the_examples_are_all_events_and_commands() -> None:
 def test_every_event_with_every_command_is_read_as_it_was_written(event: ev.AnyEvent) -> None:
     record = Handled(event, COMMANDS)
     assert decode(encode(record)) == record
+
+
+def test_a_server_of_a_journal_from_before_take_overs_has_no_version() -> None:
+    event = {"type": "InstanceUp", "at": 0.5, "instance": 2, "incarnation": 1, "slots": 8, "kv_tokens": 4096}
+    record = msgspec.msgpack.encode({"type": "Handled", "event": event, "commands": []})
+    assert decode(record) == Handled(ev.InstanceUp(0.5, INSTANCE, 1, 8, 4096, None, ""), ())
 
 
 @pytest.mark.parametrize("record", OTHERS, ids=lambda r: type(r).__name__)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -180,6 +182,41 @@ async def refused(
     assert len(str(caught.value).splitlines()) == 1
     assert KEY not in str(caught.value)
     return str(caught.value)
+
+
+SERVE = """
+import asyncio, sys
+from pathlib import Path
+import uvloop
+from dora.weights.relay import Relay
+from dora.weights.source import PIECE_CHECKSUM, VersionSource
+from dora.weights.store import VersionStore
+
+async def serve():
+    store = VersionStore(memory_root=Path(sys.argv[1]) / "memory", durable_root=Path(sys.argv[1]) / "durable")
+    tls = TlsFiles(*map(Path, sys.argv[3:])) if sys.argv[3:] else None
+    async with Relay(store, key=sys.argv[2], tls=tls).listening("127.0.0.1", 0) as url:
+        print(url, flush=True)
+        await asyncio.Event().wait()
+
+uvloop.run(serve())
+"""
+
+
+@asynccontextmanager
+async def process_of(folder: Path, *tls: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """A node in a process of its own, on uvloop."""
+    command = (sys.executable, "-c", SERVE, str(folder), KEY, *map(str, tls))
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(WAIT_S):
+            url = (await process.stdout.readline()).decode().strip()
+        yield process, url
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
 
 async def ask(

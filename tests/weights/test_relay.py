@@ -43,6 +43,7 @@ from tests.weights.nodes import (
     held,
     left_in,
     node,
+    process_of,
     publish,
     refused,
     store_at,
@@ -352,40 +353,6 @@ async def test_sources_may_change_during_a_fetch(tmp_path: Path) -> None:
     assert held(a) == FILES
     assert len(first.asked) <= 10 + AHEAD - 1
     assert second.asked[0] == ("model.safetensors", 8 * PIECE), "after ten pieces, two of them whole files"
-
-
-SERVE = """
-import asyncio, sys
-from pathlib import Path
-import uvloop
-from dora.weights.relay import Relay
-from dora.weights.source import PIECE_CHECKSUM, VersionSource
-from dora.weights.store import VersionStore
-
-async def serve():
-    store = VersionStore(memory_root=Path(sys.argv[1]) / "memory", durable_root=Path(sys.argv[1]) / "durable")
-    async with Relay(store, key=sys.argv[2]).listening("127.0.0.1", 0) as url:
-        print(url, flush=True)
-        await asyncio.Event().wait()
-
-uvloop.run(serve())
-"""
-
-
-@asynccontextmanager
-async def process_of(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """A node in a process of its own, on uvloop."""
-    command = (sys.executable, "-c", SERVE, str(folder), KEY)
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        async with asyncio.timeout(WAIT_S):
-            url = (await process.stdout.readline()).decode().strip()
-        yield process, url
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

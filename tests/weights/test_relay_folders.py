@@ -38,7 +38,7 @@ def weights(version: int) -> bytes:
     """16-bit words of which each version changes one in 64."""
     words = list(struct.unpack("<262144H", random.Random(0).randbytes(1 << 19)))
     for later in range(1, version + 1):
-        for at in range(later, len(words), 64):
+        for at in random.Random(later).sample(range(len(words)), len(words) // 64):
             words[at] = (words[at] + 1) % (1 << 16)
     return struct.pack("<262144H", *words)
 

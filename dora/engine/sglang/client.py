@@ -129,6 +129,10 @@ class EngineClient:
         """End a request; its stream then ends with a last chunk. An unknown rid is not an error."""
         await self._control("POST", url, protocol.ABORT_REQUEST, {"rid": rid, "abort_all": False})
 
+    async def abort_all(self, url: str) -> None:
+        """End all requests that have passed the gate of a pause."""
+        await self._control("POST", url, protocol.ABORT_REQUEST, {"rid": "", "abort_all": True})
+
     async def pause(self, url: str, mode: Pause) -> None:
         """Stop decoding; new requests wait until `resume`. SGLang's mode `abort` is never sent."""
         await self._control("POST", url, protocol.PAUSE_GENERATION, {"mode": mode})
@@ -138,9 +142,14 @@ class EngineClient:
         self._paused.discard(url)
         await self._control("POST", url, protocol.CONTINUE_GENERATION, {})
 
-    async def flush_cache(self, url: str) -> bool:
-        """Drop the prefix cache. Return False if the server refuses because it holds a request."""
-        status, body = await self._control("POST", url, protocol.FLUSH_CACHE, {}, accept=(200, 400))
+    async def flush_cache(self, url: str, *, timeout_s: float | None = None) -> bool:
+        """Drop the prefix cache. Return False if the server refuses because it holds a request.
+
+        The answer comes after the end of every update that began before.
+        """
+        status, body = await self._control(
+            "POST", url, protocol.FLUSH_CACHE, {}, timeout_s=timeout_s, accept=(200, 400)
+        )
         if status == 400 and b"flush" not in body.lower():
             raise refusal(status, body, source=url)
         return status == 200
@@ -200,6 +209,11 @@ class EngineClient:
         """Return the label of the weights that the server reports."""
         _, answer = await self._control("GET", url, protocol.MODEL_INFO)
         return read(answer, ModelInfo, what=url + protocol.MODEL_INFO).weight_version
+
+    async def set_label(self, url: str, label: str) -> None:
+        """Change the label of the weights, and nothing else."""
+        body = {"new_version": label, "abort_all_requests": False}
+        await self._control("POST", url, protocol.UPDATE_WEIGHT_VERSION, body)
 
     async def loads(self, url: str) -> Loads:
         _, answer = await self._control("GET", url, protocol.LOADS)

@@ -2,12 +2,12 @@
 
 Each push has its own process group of the sender and the server's tensor-parallel ranks. So any version can go to any
 server at any time, a dead server affects no other push, and no state survives that a restart would have to repair.
-Invariant: an update returns only when every bucket was received, the last one with the label; on any failure the sender
-is killed before the server is called again, because a server in a collective does not answer.
+Invariant: an update returns only when every bucket was received; on any failure the sender is killed before the server
+is called again, because a server in a collective does not answer.
 
 The weights are verified when the server serves again: on the first server of a version by the log-probs of a short
 prompt, which a sender computes from the version's folder; on later ones by comparing checksums with the first, or by
-log-probs if either has no checksum.
+log-probs if either has no checksum. The label follows; only live requests need it before they continue.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
+from dora.engine.names import UNCONFIRMED
 from dora.engine.sglang.orders import Listening, Scored, ScoreOrder, Send, Sent
 from dora.engine.sglang.push import Transfer
 from dora.engine.sglang.senders import Senders
@@ -55,10 +56,10 @@ class Distributed:
         self._scores: dict[Path, Scored] = {}
         self._checksums: dict[tuple[Path, ServerShape], str] = {}
 
-    async def update(self, server: PushTarget, folder: Path, label: str, *, timeout_s: float) -> None:
+    async def update(self, server: PushTarget, folder: Path, label: str, *, live: bool, timeout_s: float) -> None:
         shape = await self._shape(server)
         if not shape.can_join:
-            return await self._otherwise.update(server, folder, label, timeout_s=timeout_s)
+            return await self._otherwise.update(server, folder, label, live=live, timeout_s=timeout_s)
         group = f"dora-{uuid.uuid4().hex}"
         order = Send(
             folder=str(folder),
@@ -73,7 +74,7 @@ class Distributed:
             async with self._senders.lend() as sender:
                 rendezvous = await sender.ask(order, Listening, timeout_s=timeout_s)
                 try:
-                    await _receive(server, order, rendezvous, label=label, gated=shape.has_update_gate)
+                    await _receive(server, order, rendezvous, gated=shape.has_update_gate)
                 except RemoteError as err:
                     raise RemoteError(f"{err}; {await sender.failure()}") from err
                 await sender.receive(Sent, timeout_s=timeout_s)
@@ -86,12 +87,24 @@ class Distributed:
                 await server.leave_group(group)
             raise
         await server.leave_group(group)
+        if live:
+            await server.set_label(label)
         return None
 
-    async def verify(self, server: PushTarget, folder: Path, *, timeout_s: float) -> None:
+    async def verify(self, server: PushTarget, folder: Path, label: str, *, timeout_s: float) -> None:
         shape = await self._shape(server)
         if not shape.can_join:
             return
+        try:
+            await self._compare(server, folder, shape, timeout_s=timeout_s)
+        except BaseException:
+            with suppress(RemoteError):  # with live requests it has the label already
+                await server.set_label(UNCONFIRMED)
+            raise
+        await server.set_label(label)
+
+    async def _compare(self, server: PushTarget, folder: Path, shape: ServerShape, *, timeout_s: float) -> None:
+        """Compare the weights with the first server's by their checksum, or with the folder's by log-probs."""
         checksum = await server.weights_checksum(timeout_s=timeout_s)
         known = self._checksums.get((folder, shape))
         if checksum is not None and known is not None:
@@ -128,7 +141,7 @@ class Distributed:
             return self._scores[folder]
 
 
-async def _receive(server: PushTarget, order: Send, rendezvous: Listening, *, label: str, gated: bool) -> None:
+async def _receive(server: PushTarget, order: Send, rendezvous: Listening, *, gated: bool) -> None:
     """Have the server join the group and receive all buckets. The sender sends a bucket when the previous one
     arrived."""
     timeout_s = order.timeout_s
@@ -148,7 +161,6 @@ async def _receive(server: PushTarget, order: Send, rendezvous: Listening, *, la
             names=bucket.names,
             dtypes=bucket.dtypes,
             shapes=bucket.shapes,
-            label=label if bucket is rendezvous.buckets[-1] else None,
             timeout_s=timeout_s,
         )
     if gated:

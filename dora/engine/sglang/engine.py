@@ -12,7 +12,7 @@ from dora.engine.api import Capabilities, GenerateRequest, GenerateResult, KvUse
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.distributed import Distributed
 from dora.engine.sglang.probe import probe
-from dora.engine.sglang.push import DISK, Transfer, push
+from dora.engine.sglang.push import DISK, Transfer, push, take_over
 from dora.engine.sglang.senders import Senders
 from dora.engine.sglang.target import PushTarget
 from dora.errors import RemoteError
@@ -50,6 +50,9 @@ class SglangEngine:
 
     async def resume(self, url: str) -> None:
         await self.client.resume(url)
+
+    async def take_over(self, url: str, *, timeout_s: float) -> str:
+        return await take_over(PushTarget(self.client, url), timeout_s=timeout_s)
 
     async def push(
         self,

@@ -1,4 +1,4 @@
-"""The calls that a push makes to one server, each one request of the client.
+"""The calls of a push to one server, or of its take-over, each one request of the client.
 
 Invariant: a bucket is requested only in a group that the server has joined and not left; anything else crashes SGLang.
 """
@@ -44,9 +44,15 @@ class PushTarget:
     async def resume(self) -> None:
         await self.client.resume(self.url)
 
-    async def flush_cache(self) -> bool:
+    async def abort_all(self) -> None:
+        await self.client.abort_all(self.url)
+
+    async def flush_cache(self, *, timeout_s: float | None = None) -> bool:
         """Return False if the server holds a request."""
-        return await self.client.flush_cache(self.url)
+        return await self.client.flush_cache(self.url, timeout_s=timeout_s)
+
+    async def set_label(self, label: str) -> None:
+        await self.client.set_label(self.url, label)
 
     async def weight_version(self) -> str:
         return await self.client.weight_version(self.url)
@@ -97,10 +103,9 @@ class PushTarget:
         names: Sequence[str],
         dtypes: Sequence[str],
         shapes: Sequence[Sequence[int]],
-        label: str | None,
         timeout_s: float,
     ) -> None:
-        """Have the server receive these tensors from the group, in this order, and then set `label`, if any."""
+        """Have the server receive these tensors from the group, in this order."""
         if group not in self.groups:
             raise RemoteError(f"{self.url}: has not joined group '{group}'; a bucket in it would crash SGLang")
         body = {
@@ -108,7 +113,6 @@ class PushTarget:
             "dtypes": dtypes,
             "shapes": shapes,
             "group_name": group,
-            "weight_version": label,
             "flush_cache": False,
             "abort_all_requests": False,
         }
