@@ -32,6 +32,7 @@ from dora.node.place import Changes
 from dora.node.plan import ProcessPlan, TrainingNode, plan_node_engines, plan_trainer
 from dora.node.ports import free_port, interface_of
 from dora.node.processes import OrderedProcess
+from dora.node.sources import last_known
 from dora.node.supervise import IsWell, Node
 from dora.tls import TlsFiles
 from dora.transport.node_messages import (
@@ -292,7 +293,7 @@ class Member:
                 await self._ordered.until(lambda: bool(self._sources(version)))
                 self._receiving.add(version)
                 self._on_change()
-                await self._relay.fetch(manifest, _last_known(partial(self._sources, version)), base=base)
+                await self._relay.fetch(manifest, last_known(partial(self._sources, version)), base=base)
             self._held[version] = await asyncio.to_thread(self._store.folder, version)
         finally:
             self._receiving.discard(version)
@@ -340,18 +341,6 @@ class Member:
         for fetch in fetches:
             fetch.cancel()
         await asyncio.gather(*fetches, return_exceptions=True)
-
-
-def _last_known(sources: Callable[[], list[VersionSource]]) -> Callable[[], list[VersionSource]]:
-    """Return the last sources that were known, for a version that is being received."""
-    last: list[VersionSource] = []
-
-    def current() -> list[VersionSource]:
-        nonlocal last
-        last = sources() or last
-        return last
-
-    return current
 
 
 def _open_store(stack: AsyncExitStack, settings: NodeSettings, welcome: NodeWelcome, root: Path) -> VersionStore:

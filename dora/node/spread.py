@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,7 @@ import structlog
 from dora.core.ids import VersionId
 from dora.errors import RemoteError
 from dora.node.place import Changes, Place
-from dora.node.sources import Holding, choose
+from dora.node.sources import Holding, choose, last_known
 from dora.transport.node_messages import FolderOrder, RelaySource
 from dora.weights.relay import Relay
 from dora.weights.source import VersionSource
@@ -89,8 +90,8 @@ class Spread:
             try:
                 await self._changes.until(lambda: version not in self._own or bool(self._own_sources(version)))
                 if version in self._own:
-                    manifest, base = self._manifests[version], self._base(version)
-                    await self._relay.fetch(manifest, lambda: self._own_sources(version), base=base)
+                    sources = last_known(partial(self._own_sources, version))
+                    await self._relay.fetch(self._manifests[version], sources, base=self._base(version))
                     self._own[version] = Holding.ALL
                     self._changes.tell()
             except StoreError as err:
