@@ -254,6 +254,10 @@ class Cluster:
             if reason:
                 await self._hub.send(identity, Rejected(reason=reason))
             return
+        if place.first_instance is None and not place.has_ranks:
+            if self.on_new_servers is None:
+                return
+            place.first_instance = self.on_new_servers(place)
         if place.identity != identity:
             self._asked.pop(join.name, None)
             place.name, place.identity, place.report, place.orders = join.name, identity, None, None
@@ -295,12 +299,7 @@ class Cluster:
         if not vacant:
             is_full = all(place.identity is not None for place in self.places)
             return None, f"the run has its {self._config.max_nodes} nodes (nodes.max)" if is_full else ""
-        place = min(vacant, key=lambda place: (place.name != "", place.number))
-        if place.first_instance is None and not place.has_ranks:
-            if self.on_new_servers is None:
-                return None, ""
-            place.first_instance = self.on_new_servers(place)
-        return place, ""
+        return min(vacant, key=lambda place: (place.name != "", place.number)), ""
 
     def _on_report(self, place: Place, report: Report) -> None:
         was_silent, place.heard_at = place.is_silent, time.monotonic()
