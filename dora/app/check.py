@@ -275,8 +275,9 @@ def report_job(config: Config, report: Report) -> None:
         report("task", config.task.description)
     report("job", f"{config.run.steps} steps of {rollout.groups_per_step} groups x {rollout.group_size} answers, "
                   f"at most {rollout.max_new_tokens} tokens each")  # fmt: skip
-    where = f"on {config.nodes.expected - config.num_training_nodes} nodes" if config.nodes.expected else "here"
-    managed = f"{config.num_managed} of kind {engine.kind} started {where} on {engine.device}"
+    num_rolling = config.nodes.expected - config.num_training_nodes
+    there = f"on {num_rolling} nodes" if num_rolling else "here"
+    managed = f"{config.num_managed} of kind {engine.kind} started {there} on {engine.device}"
     report("rollout", f"{len(engine.urls)} external servers, {managed}")
     room = "slots and tokens as each server reports"
     if config.slots is not None and config.kv_tokens is not None:
@@ -294,7 +295,7 @@ def _report_plan(config: Config, inputs: Inputs, *, num_samples: int, report: Re
     report_job(config, report)
     if config.tracking.trackers:
         report("tracking", ", ".join(config.tracking.trackers))
-    for index, names in enumerate(assign_gpus(config, environ=os.environ)):
+    for index, names in enumerate(assign_gpus(config, environ=os.environ) if not config.nodes.expected else []):
         if names:
             report("GPUs", f"instance {len(config.engine.urls) + index}: CUDA_VISIBLE_DEVICES={names}")
     for topic, text in lines(config, Shapes.read(inputs.model)):
