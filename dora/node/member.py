@@ -32,7 +32,9 @@ from dora.node.place import Changes
 from dora.node.plan import ProcessPlan, TrainingNode, plan_node_engines, plan_trainer
 from dora.node.ports import free_port, interface_of
 from dora.node.processes import OrderedProcess
+from dora.node.sources import last_known
 from dora.node.supervise import IsWell, Node
+from dora.tls import TlsFiles
 from dora.transport.node_messages import (
     CONTROLLER_HOST,
     FolderOrder,
@@ -119,7 +121,7 @@ class Member:
         root = (settings.folder / welcome.run_id).resolve()
         store = await asyncio.to_thread(_open_store, stack, settings, welcome, root)
         key, lease = secrets.token_hex(32), root / f"lease-{os.getpid()}"
-        relay = Relay(store, key=key, checkpoints=root / "checkpoints")
+        relay = Relay(store, key=key, checkpoints=root / "checkpoints", tls=TlsFiles.of(config.nodes.tls))
         url = await stack.enter_async_context(relay.listening(settings.host, 0))
         stack.callback(partial(lease.unlink, missing_ok=True))
         node = await stack.enter_async_context(Node(logs=root / "logs", lease=lease, host=settings.host))
@@ -271,7 +273,7 @@ class Member:
         try:
             while self._is_wanted(version):
                 try:
-                    await self._receive(manifest)
+                    await self._receive(manifest, VersionId(order.base) if order.base is not None else None)
                     return
                 except StoreError as err:
                     if not self._is_wanted(version):  # it was released meanwhile
@@ -283,19 +285,23 @@ class Member:
         finally:
             del self._fetches[version]
 
-    async def _receive(self, manifest: Manifest) -> None:
+    async def _receive(self, manifest: Manifest, base: VersionId | None) -> None:
         version = manifest.version
         try:
-            if not await asyncio.to_thread(self._discard_others, manifest):
+            is_here = await asyncio.to_thread(self._discard_others, manifest)
+            if not is_here:
                 await self._ordered.until(lambda: bool(self._sources(version)))
                 self._receiving.add(version)
                 self._on_change()
-                await self._relay.fetch(manifest, _last_known(partial(self._sources, version)))
+                await self._relay.fetch(manifest, last_known(partial(self._sources, version)), base=base)
             self._held[version] = await asyncio.to_thread(self._store.folder, version)
         finally:
             self._receiving.discard(version)
         self._problem = ""
         self._on_change()
+        if is_here and base is not None:
+            with suppress(StoreError):  # its base is not here; others fetch the whole version
+                await self._relay.offer_delta(version, base)
 
     def _is_wanted(self, version: int) -> bool:
         return self._orders is None or version in self._orders.versions
@@ -317,7 +323,7 @@ class Member:
     def _reachable(self, source: RelaySource) -> VersionSource:
         address = urlsplit(source.url)
         if address.hostname == CONTROLLER_HOST:
-            return VersionSource(f"http://{self._controller}:{address.port}", source.key)
+            return VersionSource(f"{address.scheme}://{self._controller}:{address.port}", source.key)
         return VersionSource(source.url, source.key)
 
     async def _drop(self, version: int) -> None:
@@ -325,6 +331,7 @@ class Member:
         if (fetch := self._fetches.get(version)) is not None:
             fetch.cancel()
             await asyncio.wait({fetch})
+        await self._relay.stop(VersionId(version))
         self._held.pop(version, None)
         with suppress(StoreError):
             await asyncio.to_thread(self._store.discard, VersionId(version))
@@ -334,18 +341,6 @@ class Member:
         for fetch in fetches:
             fetch.cancel()
         await asyncio.gather(*fetches, return_exceptions=True)
-
-
-def _last_known(sources: Callable[[], list[VersionSource]]) -> Callable[[], list[VersionSource]]:
-    """Return the last sources that were known, for a version that is being received."""
-    last: list[VersionSource] = []
-
-    def current() -> list[VersionSource]:
-        nonlocal last
-        last = sources() or last
-        return last
-
-    return current
 
 
 def _open_store(stack: AsyncExitStack, settings: NodeSettings, welcome: NodeWelcome, root: Path) -> VersionStore:

@@ -1,9 +1,9 @@
 """The messages between the controller and the nodes: what each node is to do, and what it does.
 
-They are states, not steps: `NodeOrders` is all that the controller wants of a node, `Report` all that the node has. Each
-is sent again when it changes, so a lost message or a reconnection needs no special care, and a controller that takes
-over finds what runs in the first report. Invariant: a node follows the controller with the highest term, and tells
-others.
+They are states, not steps: `NodeOrders` is all that the controller wants of a node, `Report` all that the node has.
+Each is sent again when it changes, so a lost message or a reconnection needs no special care, and a controller that
+takes over finds what runs in the first report. Invariant: a node follows the controller with the highest term, and
+tells others.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class Over(Message, frozen=True):
 
     term: int
     reason: str
+    may_join_another: bool = False  # it was only a check: the node looks for a controller again
 
 
 class Rejected(Message, frozen=True):
