@@ -75,14 +75,19 @@ class Copies:
             log.warning("replayed_version_differs", version=event.version, checksum=event.differs)
         if event.files:
             if is_needed or self._keeps(event.version):
-                self._holders.hold(Manifest(event.version, event.files, event.num_bytes, event.chain))
+                self._hold(event)
             keeping = self._keep_version(event.version, is_needed=is_needed, position=position)
             self._copies[event.version] = self._tasks.finishing(keeping, name=f"keep-{event.version}")
+
+    def _hold(self, event: ev.VersionPublished) -> None:
+        self._holders.hold(Manifest(event.version, event.files, event.num_bytes, event.chain))
 
     async def keep_result(self, event: ev.Event) -> None:
         """Copy the final version before FinishRun is journaled: no resume would write the version again."""
         self.end()
         version = self._window.newest
+        if isinstance(event, ev.VersionPublished) and event.files:
+            self._hold(event)
         if version is not None and not (isinstance(event, ev.VersionPublished) and not event.files):
             await (self._copies.get(version) or self._copy(version))
 

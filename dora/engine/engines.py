@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +26,14 @@ def require_engine(config: Config) -> None:
     engine = config.engine
     if config.num_managed and not engine.command and engine.kind == "sglang":
         require_extra("sglang", field="engine.kind")
+
+
+def installed_release(kind: str) -> str:
+    """Return the release of the servers of a kind in this environment; "" if they are not installed."""
+    try:
+        return version("dora-rl" if kind == "embedded" else kind)
+    except PackageNotFoundError:
+        return ""
 
 
 @asynccontextmanager

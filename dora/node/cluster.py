@@ -31,6 +31,7 @@ from dora.core.ids import InstanceId
 from dora.errors import RunFailed
 from dora.node.place import Changes, Place
 from dora.node.spread import Spread
+from dora.tls import TlsFiles
 from dora.transport.node_ends import NodeHub
 from dora.transport.node_messages import (
     CONTROLLER_HOST,
@@ -39,13 +40,13 @@ from dora.transport.node_messages import (
     FolderOrder,
     FromNode,
     Join,
-    Orders,
+    NodeOrders,
+    NodeWelcome,
     Over,
     Rejected,
+    RelaySource,
     Report,
-    Source,
     Superseded,
-    Welcome,
 )
 from dora.weights.relay import Relay
 from dora.weights.store import VersionStore
@@ -58,7 +59,7 @@ GATHER_S: Final = 30.0
 #: Time for which a node asks for a name that another one has, before it is rejected.
 NAMED_S: Final = 30.0
 #: Time that nodes of an earlier start have to come back before others may take their places.
-RETURN_S: Final = 15.0
+COME_BACK_S: Final = 15.0
 
 
 class KnownNode(NamedTuple):
@@ -83,7 +84,7 @@ class ClusterSettings:
     known: Known  # from earlier starts
     save: Callable[[Known], None]
     tell: Callable[[str], None]
-    connects: Callable[[Source], bool | None]  # whether a relay answers this host; None: nothing does; blocks
+    connects: Callable[[RelaySource], bool | None]  # whether a relay answers this host; None: nothing does; blocks
 
 
 class Cluster:
@@ -97,7 +98,7 @@ class Cluster:
         hub: NodeHub,
         store: VersionStore,
         relay: Relay,
-        source: Source,
+        source: RelaySource,
     ) -> None:
         """`relay`, of this host, is `source` for nodes."""
         self.relay = relay
@@ -118,7 +119,14 @@ class Cluster:
             while len(self.places) <= known.place:
                 self._add_place()
             self.places[known.place].name, self.places[known.place].first_instance = name, known.first_instance
-        self.spread = Spread(self.places, store=store, relay=relay, source=source, changes=self.changes)
+        self.spread = Spread(
+            self.places,
+            store=store,
+            relay=relay,
+            source=source,
+            changes=self.changes,
+            whole_every=config.nodes.deltas,
+        )
         self.on_new_servers: Callable[[Place], int] | None = None  #: returns the first instance of a place
         self.on_leaving: Callable[[Place], None] = lambda place: None
 
@@ -129,12 +137,14 @@ class Cluster:
     ) -> AsyncIterator[Cluster]:
         """Listen for nodes, and serve the versions of this host to them."""
         hub = NodeHub(address=config.nodes.address, token=settings.token)
-        relay = Relay(store, key=(key := token_hex(32)), checkpoints=checkpoints)
+        tls = TlsFiles.of(config.nodes.tls)
+        relay = Relay(store, key=(key := token_hex(32)), checkpoints=checkpoints, tls=tls)
         host = config.nodes.address.removeprefix("tcp://").rpartition(":")[0]
         try:
             address = hub.start()
             async with relay.listening(host.strip("[]").replace("*", "0.0.0.0"), 0) as url:
-                source = Source(url=f"http://{CONTROLLER_HOST}:{url.rpartition(':')[2]}", key=key)
+                scheme, port = url.partition(":")[0], url.rpartition(":")[2]
+                source = RelaySource(url=f"{scheme}://{CONTROLLER_HOST}:{port}", key=key)
                 cluster = cls(config, settings, hub=hub, store=store, relay=relay, source=source)
                 settings.tell(f"waiting for nodes at {address} (dora node, DORA_CONTROLLER, DORA_TOKEN)")
                 cluster._running = asyncio.create_task(cluster._run(), name="nodes")
@@ -198,7 +208,7 @@ class Cluster:
                 if place.identity is not None and silent_s > self._config.nodes.lease_s:
                     self._lose(place, f"nothing was heard from it for {silent_s:.0f} s")
                 elif place.report is not None and place.is_silent:
-                    self._start_check(place, self._lose_if_dead(place, place.report))
+                    self._start_check(place, self._lose_if_ended(place, place.report))
                     self.changes.tell()  # others no longer wait for what it was to pass on
                 elif place.identity is not None:
                     await self._hub.send(place.identity, Beat(term=self._settings.term, serial=place.serial))
@@ -244,13 +254,17 @@ class Cluster:
             if reason:
                 await self._hub.send(identity, Rejected(reason=reason))
             return
+        if place.first_instance is None and not place.has_ranks:
+            if self.on_new_servers is None:
+                return
+            place.first_instance = self.on_new_servers(place)
         if place.identity != identity:
             self._asked.pop(join.name, None)
             place.name, place.identity, place.report, place.orders = join.name, identity, None, None
             place.lost = "it has not reported yet"
             self._save()
         place.heard_at = time.monotonic()
-        welcome = Welcome(
+        welcome = NodeWelcome(
             term=self._settings.term,
             run_id=self._settings.run_id,
             first_instance=-1 if place.first_instance is None else place.first_instance,
@@ -278,22 +292,18 @@ class Cluster:
             if place.name == name:
                 return place, ""
         vacant = [place for place in self.places if place.identity is None]
-        if now - self._began < RETURN_S and self._settings.known:
+        if now - self._began < COME_BACK_S and self._settings.known:
             vacant = [place for place in vacant if not place.name]
         if not vacant and len(self.places) < self._config.max_nodes:
             vacant = [self._add_place()]
         if not vacant:
             is_full = all(place.identity is not None for place in self.places)
             return None, f"the run has its {self._config.max_nodes} nodes (nodes.max)" if is_full else ""
-        place = min(vacant, key=lambda place: (place.name != "", place.number))
-        if place.first_instance is None and not place.has_ranks:
-            if self.on_new_servers is None:
-                return None, ""
-            place.first_instance = self.on_new_servers(place)
-        return place, ""
+        return min(vacant, key=lambda place: (place.name != "", place.number)), ""
 
     def _on_report(self, place: Place, report: Report) -> None:
         was_silent, place.heard_at = place.is_silent, time.monotonic()
+        place.clock_ahead_s = report.clock - time.time()
         if place.report is None:
             self._start_check(place, self._admit(place, report))
             return
@@ -314,10 +324,10 @@ class Cluster:
         self._checks[place.number] = asyncio.create_task(check, name=f"check-{place.name}")
         self._checks[place.number].add_done_callback(lambda _: self._checks.pop(place.number))
 
-    async def _lose_if_dead(self, place: Place, report: Report) -> None:
+    async def _lose_if_ended(self, place: Place, report: Report) -> None:
         """Do not wait for the lease if the host of a silent node says that no process listens there."""
-        is_dead = await asyncio.to_thread(self._settings.connects, report.relay) is False
-        if is_dead and place.report is not None and place.is_silent:
+        has_ended = await asyncio.to_thread(self._settings.connects, report.relay) is False
+        if has_ended and place.report is not None and place.is_silent:
             self._lose(place, "its process has ended")
 
     async def _admit(self, place: Place, report: Report) -> None:
@@ -358,8 +368,8 @@ class Cluster:
         needs_gpus = (config.trainer if place.has_ranks else config.engine).device == "cuda"
         if needs_gpus and report.gpus < config.nodes.gpus:
             return f"it has {report.gpus} GPUs, and the run is planned for {config.nodes.gpus} (nodes.gpus)"
-        if not place.has_ranks and config.engine.kind == "sglang" and not config.engine.command and not report.engine:
-            return "SGLang is not installed there (engine.kind)"
+        if not place.has_ranks and not config.engine.command and not report.engine:
+            return f"the servers of engine.kind = {config.engine.kind} are not installed there"
         return ""
 
     def _lose(self, place: Place, reason: str) -> None:
@@ -372,7 +382,7 @@ class Cluster:
     async def _send_orders(self, place: Place, versions: dict[int, FolderOrder]) -> None:
         if place.identity is None or place.report is None:
             return
-        wanted = Orders(
+        wanted = NodeOrders(
             term=self._settings.term,
             serial=place.serial,
             servers=dict(place.servers),
@@ -385,11 +395,12 @@ class Cluster:
             await self._hub.send(place.identity, place.orders)
             await asyncio.sleep(0)  # others get their turn
 
-    async def end(self, reason: str) -> None:
+    async def end(self, reason: str, *, may_join_another: bool = False) -> None:
         """Tell all nodes that the run is over."""
+        over = Over(term=self._settings.term, reason=reason, may_join_another=may_join_another)
         for place in self.places:
             if place.identity is not None:
-                await self._hub.send(place.identity, Over(term=self._settings.term, reason=reason))
+                await self._hub.send(place.identity, over)
 
     async def let_go(self, place: Place) -> None:
         """Tell a node that it has left; the next one in its place has servers with other numbers."""

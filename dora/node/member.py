@@ -15,8 +15,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version as release_of
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -26,6 +24,7 @@ import structlog
 
 from dora.config.load import parse
 from dora.core.ids import VersionId
+from dora.engine.engines import installed_release
 from dora.errors import ConfigError
 from dora.journal.access import restrict
 from dora.node.cuda import num_devices
@@ -33,16 +32,18 @@ from dora.node.place import Changes
 from dora.node.plan import ProcessPlan, TrainingNode, plan_node_engines, plan_trainer
 from dora.node.ports import free_port, interface_of
 from dora.node.processes import OrderedProcess
+from dora.node.sources import last_known
 from dora.node.supervise import IsWell, Node
+from dora.tls import TlsFiles
 from dora.transport.node_messages import (
     CONTROLLER_HOST,
     FolderOrder,
+    NodeOrders,
     NodePaths,
-    Orders,
+    NodeWelcome,
     RanksOrder,
+    RelaySource,
     Report,
-    Source,
-    Welcome,
 )
 from dora.weights.fence import raise_fence
 from dora.weights.relay import Relay
@@ -75,14 +76,14 @@ class Member:
     def __init__(
         self,
         settings: NodeSettings,
-        welcome: Welcome,
+        welcome: NodeWelcome,
         *,
         paths: NodePaths,
         node: Node,
         lease: Path,
         store: VersionStore,
         relay: Relay,
-        source: Source,
+        source: RelaySource,
         gpus: int,
         on_change: Callable[[], None],
     ) -> None:
@@ -100,7 +101,7 @@ class Member:
         self._on_change = on_change
         self._controller = ""  # its host
         self._first_instance = welcome.first_instance
-        self._orders: Orders | None = None  # None until the controller that is followed has given any
+        self._orders: NodeOrders | None = None  # None until the controller that is followed has given any
         self._servers: dict[int, OrderedProcess] = {}
         self._ranks = self._process(self._plan_ranks)
         self._meeting_port = free_port(settings.host)
@@ -112,7 +113,7 @@ class Member:
 
     @classmethod
     async def enter(
-        cls, stack: AsyncExitStack, settings: NodeSettings, welcome: Welcome, *, on_change: Callable[[], None]
+        cls, stack: AsyncExitStack, settings: NodeSettings, welcome: NodeWelcome, *, on_change: Callable[[], None]
     ) -> Member:
         """Prepare folders, store and relay for a run."""
         config = parse(welcome.config)
@@ -120,7 +121,7 @@ class Member:
         root = (settings.folder / welcome.run_id).resolve()
         store = await asyncio.to_thread(_open_store, stack, settings, welcome, root)
         key, lease = secrets.token_hex(32), root / f"lease-{os.getpid()}"
-        relay = Relay(store, key=key, checkpoints=root / "checkpoints")
+        relay = Relay(store, key=key, checkpoints=root / "checkpoints", tls=TlsFiles.of(config.nodes.tls))
         url = await stack.enter_async_context(relay.listening(settings.host, 0))
         stack.callback(partial(lease.unlink, missing_ok=True))
         node = await stack.enter_async_context(Node(logs=root / "logs", lease=lease, host=settings.host))
@@ -140,7 +141,7 @@ class Member:
             lease=lease,
             store=store,
             relay=relay,
-            source=Source(url=url, key=key),
+            source=RelaySource(url=url, key=key),
             gpus=await asyncio.to_thread(num_devices, os.environ) if uses_cuda else 0,
             on_change=on_change,
         )
@@ -155,7 +156,7 @@ class Member:
     def has_ranks(self) -> bool:
         return self._first_instance < 0
 
-    async def change_controller(self, welcome: Welcome, *, controller: str) -> None:
+    async def change_controller(self, welcome: NodeWelcome, *, controller: str) -> None:
         """Follow this controller: the ranks of an earlier one end, servers go on."""
         self.config, self._first_instance, self._orders = parse(welcome.config), welcome.first_instance, None
         self._controller = controller
@@ -170,7 +171,7 @@ class Member:
             gpus=self._gpus,
             memory_bytes=psutil.virtual_memory().total,
             shared_bytes=shutil.disk_usage(self._paths.memory_root).free,
-            engine=release_of("sglang") if find_spec("sglang") else "",
+            engine=installed_release(self.config.engine.kind),
             relay=self._source,
             meeting_port=self._meeting_port,
             paths=self._paths,
@@ -184,7 +185,7 @@ class Member:
 
     # -- orders -------------------------------------------------------------------------------------------------------
 
-    async def follow(self, orders: Orders) -> None:
+    async def follow(self, orders: NodeOrders) -> None:
         """Have the processes run, and the versions held, that are ordered."""
         before = self._orders
         if before is not None and orders.serial <= before.serial:
@@ -272,7 +273,7 @@ class Member:
         try:
             while self._is_wanted(version):
                 try:
-                    await self._receive(manifest)
+                    await self._receive(manifest, VersionId(order.base) if order.base is not None else None)
                     return
                 except StoreError as err:
                     if not self._is_wanted(version):  # it was released meanwhile
@@ -284,19 +285,23 @@ class Member:
         finally:
             del self._fetches[version]
 
-    async def _receive(self, manifest: Manifest) -> None:
+    async def _receive(self, manifest: Manifest, base: VersionId | None) -> None:
         version = manifest.version
         try:
-            if not await asyncio.to_thread(self._discard_others, manifest):
+            is_here = await asyncio.to_thread(self._discard_others, manifest)
+            if not is_here:
                 await self._ordered.until(lambda: bool(self._sources(version)))
                 self._receiving.add(version)
                 self._on_change()
-                await self._relay.fetch(manifest, _last_known(partial(self._sources, version)))
+                await self._relay.fetch(manifest, last_known(partial(self._sources, version)), base=base)
             self._held[version] = await asyncio.to_thread(self._store.folder, version)
         finally:
             self._receiving.discard(version)
         self._problem = ""
         self._on_change()
+        if is_here and base is not None:
+            with suppress(StoreError):  # its base is not here; others fetch the whole version
+                await self._relay.offer_delta(version, base)
 
     def _is_wanted(self, version: int) -> bool:
         return self._orders is None or version in self._orders.versions
@@ -315,10 +320,10 @@ class Member:
         order = self._orders.versions.get(version) if self._orders is not None else None
         return [self._reachable(source) for source in order.sources] if order is not None else []
 
-    def _reachable(self, source: Source) -> VersionSource:
+    def _reachable(self, source: RelaySource) -> VersionSource:
         address = urlsplit(source.url)
         if address.hostname == CONTROLLER_HOST:
-            return VersionSource(f"http://{self._controller}:{address.port}", source.key)
+            return VersionSource(f"{address.scheme}://{self._controller}:{address.port}", source.key)
         return VersionSource(source.url, source.key)
 
     async def _drop(self, version: int) -> None:
@@ -326,6 +331,7 @@ class Member:
         if (fetch := self._fetches.get(version)) is not None:
             fetch.cancel()
             await asyncio.wait({fetch})
+        await self._relay.stop(VersionId(version))
         self._held.pop(version, None)
         with suppress(StoreError):
             await asyncio.to_thread(self._store.discard, VersionId(version))
@@ -337,19 +343,7 @@ class Member:
         await asyncio.gather(*fetches, return_exceptions=True)
 
 
-def _last_known(sources: Callable[[], list[VersionSource]]) -> Callable[[], list[VersionSource]]:
-    """Return the last sources that were known, for a version that is being received."""
-    last: list[VersionSource] = []
-
-    def current() -> list[VersionSource]:
-        nonlocal last
-        last = sources() or last
-        return last
-
-    return current
-
-
-def _open_store(stack: AsyncExitStack, settings: NodeSettings, welcome: Welcome, root: Path) -> VersionStore:
+def _open_store(stack: AsyncExitStack, settings: NodeSettings, welcome: NodeWelcome, root: Path) -> VersionStore:
     """Make the folders of a run on this node. What an earlier process of the node left is not used."""
     config = parse(welcome.config)
     durable = root / "versions"

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from dora.transport.node_messages import Orders, RanksOrder, Report
+from dora.transport.node_messages import NodeOrders, RanksOrder, Report
 
 #: A node that was heard this recently is alive; it reports every 2 s.
 ALIVE_S: Final = 6.0
@@ -28,8 +28,9 @@ class Place:
     lost: str = "no node has joined"  # why there is no report
     servers: dict[int, int] = field(default_factory=dict)  # wanted: index -> number of the start
     ranks: RanksOrder | None = None  # wanted
-    orders: Orders | None = None  # the last ones
+    orders: NodeOrders | None = None  # the last ones
     serial: int = 0  # of the last ones
+    clock_ahead_s: float = 0.0  # of the node, against this host, less what a report takes to arrive
 
     @property
     def is_silent(self) -> bool:

@@ -45,19 +45,19 @@ class OrderedProcess:
         self._on_change = on_change
         self._wanted: int | None = None
         self._child: Child | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._running: asyncio.Task[None] | None = None
 
     def follow(self, start: int | None) -> None:
         """Have the process run since this start, or not run."""
         if start != self._wanted:
             self._wanted = start
-            self._task = asyncio.create_task(self._run(start, self._task), name="ordered-process")
+            self._running = asyncio.create_task(self._run(start, self._running), name="ordered-process")
 
     async def close(self) -> None:
         """End the process."""
         self.follow(None)
-        if self._task is not None:
-            await asyncio.wait({self._task})
+        if self._running is not None:
+            await asyncio.wait({self._running})
 
     async def _run(self, start: int | None, earlier: asyncio.Task[None] | None) -> None:
         if earlier is not None:

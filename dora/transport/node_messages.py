@@ -1,8 +1,9 @@
 """The messages between the controller and the nodes: what each node is to do, and what it does.
 
-They are states, not steps: `Orders` is all that the controller wants of a node, `Report` all that the node has. Each is
-sent again when it changes, so a lost message or a reconnection needs no special care, and a controller that takes over
-finds what runs in the first report. Invariant: a node follows the controller with the highest term, and tells others.
+They are states, not steps: `NodeOrders` is all that the controller wants of a node, `Report` all that the node has.
+Each is sent again when it changes, so a lost message or a reconnection needs no special care, and a controller that
+takes over finds what runs in the first report. Invariant: a node follows the controller with the highest term, and
+tells others.
 """
 
 from __future__ import annotations
@@ -15,32 +16,32 @@ from dora.transport.messages import Message
 
 #: Raised with each change of the messages below `Join`.
 NODE_PROTOCOL: Final = 1
-#: In place of a host in a `Source`: that of the controller, by whatever name the node reaches it.
+#: In place of a host in a `RelaySource`: that of the controller, by whatever name the node reaches it.
 CONTROLLER_HOST: Final = "controller.invalid"
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WirePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base class of the parts of messages."""
 
 
-class Source(Part, frozen=True):
+class RelaySource(WirePart, frozen=True):
     """A relay that has a version or a checkpoint, or receives it."""
 
     url: str
     key: str
 
 
-class FolderOrder(Part, frozen=True):
+class FolderOrder(WirePart, frozen=True):
     """A version or a checkpoint that a node must have. Without sources, it is not fetched yet."""
 
     files: dict[str, str]  # name -> checksum
     num_bytes: int
     chain: str  # lineage of the weights
-    sources: tuple[Source, ...]  # the preferred one first
+    sources: tuple[RelaySource, ...]  # the preferred one first
     base: int | None = None  # version of which there is a delta
 
 
-class RanksOrder(Part, frozen=True):
+class RanksOrder(WirePart, frozen=True):
     """The ranks of a node."""
 
     start: int  # number of this start
@@ -54,7 +55,7 @@ class RanksOrder(Part, frozen=True):
 # ---- received by a node ---------------------------------------------------------------------------------------------
 
 
-class Welcome(Message, frozen=True):
+class NodeWelcome(Message, frozen=True):
     """The node takes part, or is taken over. It answers with its first report, and then gets orders."""
 
     term: int  # of the controller
@@ -64,7 +65,7 @@ class Welcome(Message, frozen=True):
     live_bytes: int  # for which live versions need room
 
 
-class Orders(Message, frozen=True):
+class NodeOrders(Message, frozen=True):
     """All that a node is to do. Versions that it was to hold, and that are missing here, are deleted."""
 
     term: int
@@ -86,6 +87,7 @@ class Over(Message, frozen=True):
 
     term: int
     reason: str
+    may_join_another: bool = False  # it was only a check: the node looks for a controller again
 
 
 class Rejected(Message, frozen=True):
@@ -106,7 +108,7 @@ class Join(Message, frozen=True):
     run_id: str  # of the run in which it takes part; "": none yet
 
 
-class ProcessState(Part, frozen=True):
+class ProcessState(WirePart, frozen=True):
     """A server, or torchrun with the ranks of a node."""
 
     start: int
@@ -117,7 +119,7 @@ class ProcessState(Part, frozen=True):
     is_final: bool = False  # it would fail again: a configuration error
 
 
-class NodePaths(Part, frozen=True):
+class NodePaths(WirePart, frozen=True):
     """Folders of a node."""
 
     model: str
@@ -137,8 +139,8 @@ class Report(Message, frozen=True):
     gpus: int
     memory_bytes: int
     shared_bytes: int  # free in the folder for live versions
-    engine: str  # release of SGLang; "" if it is not installed
-    relay: Source
+    engine: str  # release of the kind of servers that the run has; "" if it is not installed
+    relay: RelaySource
     meeting_port: int  # free, for the ranks of several nodes
     paths: NodePaths
     servers: dict[int, ProcessState]
@@ -155,5 +157,5 @@ class Superseded(Message, frozen=True):
     term: int
 
 
-ToNode = Welcome | Orders | Beat | Over | Rejected
+ToNode = NodeWelcome | NodeOrders | Beat | Over | Rejected
 FromNode = Join | Report | Superseded

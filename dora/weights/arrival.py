@@ -63,15 +63,15 @@ async def in_thread(
 
 async def _while_named(source: VersionSource, sources: Sources, taking: Coroutine[Any, Any, None]) -> None:
     """Wait for a piece; end it with TimeoutError once others are named instead of its source."""
-    task = asyncio.ensure_future(taking)
+    running = asyncio.ensure_future(taking)
     try:
-        while not (await asyncio.wait({task}, timeout=_LOOK_S))[0]:
+        while not (await asyncio.wait({running}, timeout=_LOOK_S))[0]:
             if source not in sources():
                 raise TimeoutError
-        task.result()
+        running.result()
     finally:
-        task.cancel()
-        await asyncio.wait({task})
+        running.cancel()
+        await asyncio.wait({running})
 
 
 class ArrivingFile:

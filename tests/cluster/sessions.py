@@ -18,7 +18,16 @@ from msgspec.structs import replace
 
 from dora.transport import curve
 from dora.transport.node_ends import NodeEnd
-from dora.transport.node_messages import NODE_PROTOCOL, Join, Orders, Over, Rejected, Report, Source, Welcome
+from dora.transport.node_messages import (
+    NODE_PROTOCOL,
+    Join,
+    NodeOrders,
+    NodeWelcome,
+    Over,
+    Rejected,
+    RelaySource,
+    Report,
+)
 from tests.made import made
 
 REPORT_S = 2.0
@@ -33,13 +42,15 @@ async def session(address: str, token: str, name: str) -> None:
     try:
         while not leaves:
             if term < 0:
-                await end.send(address, Join(protocol=NODE_PROTOCOL, release=release_of("dora-rl"), name=name))
+                await end.send(
+                    address, Join(protocol=NODE_PROTOCOL, release=release_of("dora-rl"), name=name, run_id="")
+                )
             else:
                 await end.send(address, report(name, term, orders))
             for _, message in await end.receive(REPORT_S):
-                if isinstance(message, Welcome):
+                if isinstance(message, NodeWelcome):
                     term = message.term
-                elif isinstance(message, Orders):
+                elif isinstance(message, NodeOrders):
                     orders = message
                 elif isinstance(message, Over | Rejected):
                     assert isinstance(message, Over), message.reason
@@ -48,12 +59,12 @@ async def session(address: str, token: str, name: str) -> None:
         end.close()
 
 
-def report(name: str, term: int, orders: Orders | None) -> Report:
+def report(name: str, term: int, orders: NodeOrders | None) -> Report:
     held = (
         {version: f"/held/{version}" for version, order in orders.versions.items() if order.sources} if orders else {}
     )
     serial = orders.serial if orders is not None else -1
-    relay = Source(url=f"http://{name}.invalid:8500", key=name * 8)
+    relay = RelaySource(url=f"http://{name}.invalid:8500", key=name * 8)
     return replace(ANY, term=term, serial=serial, relay=relay, versions=held, is_leaving=False)
 
 

@@ -164,9 +164,23 @@ def test_a_run_locked_by_another_process_is_not_read(tmp_path: Path) -> None:
         path.write_bytes(b"\xff no config and no journal")
     with hold(folder.lock), pytest.raises(ConfigError, match="lock is held by another process"):
         command(
-            None, [], resume=tmp_path, accept_changes=False, trust_folder=False, rollout_only=False, train_only=None
+            None,
+            [],
+            resume=tmp_path,
+            accept_changes=False,
+            trust_folder=False,
+            rollout_only=False,
+            train_only=None,
+            or_continue=False,
         )
     with pytest.raises(ConfigError, match=r"config\.toml"):
         command(
-            None, [], resume=tmp_path, accept_changes=False, trust_folder=False, rollout_only=False, train_only=None
+            None,
+            [],
+            resume=tmp_path,
+            accept_changes=False,
+            trust_folder=False,
+            rollout_only=False,
+            train_only=None,
+            or_continue=False,
         )

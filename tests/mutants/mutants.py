@@ -13,6 +13,7 @@ from tests.mutants import (
     hosts,
     limits,
     models,
+    relay,
     takeovers,
     templates,
     trust,
@@ -402,7 +403,7 @@ _RESUME: Final = (
         ),
         (
             "fence-not-raised",
-            "        raise_fence(folder.fence, epoch=job.epoch)  # before",
+            "        raise_fence(folder.fence, epoch=self.term)  # before",
             "        # before",
             "test_an_unchanged_run_continues_under_a_new_epoch",
         ),
@@ -823,14 +824,16 @@ _ACCESS: Final = (
             "    router.setsockopt(zmq.CURVE_SECRETKEY, _controller_key(token))\n"
             "    router.setsockopt(zmq.CURVE_SERVER, 1)\n"
             "    _limit(router, MAX_TO_CONTROLLER_BYTES)\n\n\n"
-            "def guard_trainer(dealer: zmq.Socket[bytes], token: str) -> None:\n"
+            "def guard_trainer(dealer: zmq.Socket[Any], token: str, *, max_bytes: int = MAX_TO_TRAINER_BYTES)"
+            " -> None:\n"
             '    """Connect only to a holder of the token; call before `connect`."""\n'
             "    dealer.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(_controller_key(token)))\n"
             "    public, secret = zmq.curve_keypair()\n"
             "    dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)\n"
             "    dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)\n",
             "    _limit(router, MAX_TO_CONTROLLER_BYTES)\n\n\n"
-            "def guard_trainer(dealer: zmq.Socket[bytes], token: str) -> None:\n",
+            "def guard_trainer(dealer: zmq.Socket[Any], token: str, *, max_bytes: int = MAX_TO_TRAINER_BYTES)"
+            " -> None:\n",
             "test_a_wrong_token_is_named_on_both_ends_and_logged_once",
         ),
         (
@@ -1066,12 +1069,12 @@ _FOUND: Final = tuple(
         (
             "fence-raised-after-a-look-at-the-folder",
             "dora/app/opening.py",
-            "        raise_fence(folder.fence, epoch=job.epoch)  # before reading anything that an old rank could "
+            "        raise_fence(folder.fence, epoch=self.term)  # before reading anything that an old rank could "
             "still change\n        model_chain = base_chain(weights_digest(job.config, job.inputs.model))\n"
             "        self.start = self._restore(model_chain)  #: where the trainer starts\n",
             "        model_chain = base_chain(weights_digest(job.config, job.inputs.model))\n"
             "        self.start = self._restore(model_chain)\n"
-            "        raise_fence(folder.fence, epoch=job.epoch)\n",
+            "        raise_fence(folder.fence, epoch=self.term)\n",
             "test_a_rank_of_an_older_controller_publishes_nothing_into_a_resumed_run",
         ),
     )
@@ -1197,5 +1200,6 @@ MUTANTS: Final = (
     *models.MUTANTS,
     *takeovers.MUTANTS,
     *templates.MUTANTS,
+    *relay.MUTANTS,
     *trust.MUTANTS,
 )

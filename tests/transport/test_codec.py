@@ -39,6 +39,8 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         return st.builds(annotation, **{name: values(hint) for name, hint in get_type_hints(annotation).items()})
     if annotation in (int, StepId, TrajectoryId, VersionId):
         return st.integers(-(2**63), 2**63 - 1)
+    if annotation == tuple[int, ...]:
+        return st.lists(values(int)).map(tuple)
     return st.from_type(annotation)
 
 
