@@ -78,9 +78,10 @@ class _Agent:
             for address, message in await self._end.receive(REPORT_S):
                 if isinstance(message, Over) and message.term >= self._term:
                     return message
-                if isinstance(message, Rejected):
+                if isinstance(message, Rejected) and self._followed in ("", address):
                     raise ConfigError(f"the controller at {address} rejects this node: {message.reason}")
-                await self._on_message(address, message)
+                if not isinstance(message, Rejected):
+                    await self._on_message(address, message)
             self._require_controller()
 
     async def _on_message(self, address: str, message: NodeWelcome | NodeOrders | Beat | Over) -> None:
@@ -88,12 +89,17 @@ class _Agent:
             await self._end.send(address, Superseded(term=self._term))
             return
         self._heard_at[address] = time.monotonic()
-        if isinstance(message, NodeWelcome) and message.term > self._term:
-            await self._take_part(message, address)
-            self._term, self._followed = message.term, address
-            self._changed.set()
+        if isinstance(message, NodeWelcome):
+            if message.term > self._term or self._first_instance != message.first_instance:
+                await self._take_part(message, address)
+                self._term, self._followed = message.term, address
+                self._changed.set()
         elif isinstance(message, NodeOrders) and message.term == self._term and self._member is not None:
             await self._member.follow(message)
+
+    @property
+    def _first_instance(self) -> int | None:
+        return self._member.first_instance if self._member is not None else None
 
     async def _take_part(self, welcome: NodeWelcome, address: str) -> None:
         if self._member is None:
