@@ -17,6 +17,7 @@ from dora.config.load import read_secret
 from dora.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
+MAX_PORT = 65_535
 _CONTROLLER = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:,/]+):\d{1,5}")
 
 
@@ -53,9 +54,9 @@ def _on_signal(leave: asyncio.Event) -> None:
 def _controllers(text: str) -> tuple[str, ...]:
     if not text:
         raise ConfigError("DORA_CONTROLLER is not set: give the address of the controller as HOST:PORT")
-    addresses = tuple(word.strip().removeprefix("tcp://") for word in text.split(","))
+    addresses = tuple(dict.fromkeys(word.strip().removeprefix("tcp://") for word in text.split(",")))
     for address in addresses:
-        if not _CONTROLLER.fullmatch(address):
+        if not _CONTROLLER.fullmatch(address) or int(address.rpartition(":")[2]) > MAX_PORT:
             raise ConfigError(f"DORA_CONTROLLER: {address} is not an address; write it as HOST:PORT")
     return addresses
 
