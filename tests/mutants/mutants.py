@@ -13,6 +13,7 @@ from tests.mutants import (
     hosts,
     limits,
     models,
+    relay,
     takeovers,
     templates,
     trust,
@@ -1199,5 +1200,6 @@ MUTANTS: Final = (
     *models.MUTANTS,
     *takeovers.MUTANTS,
     *templates.MUTANTS,
+    *relay.MUTANTS,
     *trust.MUTANTS,
 )

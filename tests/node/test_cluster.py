@@ -1,0 +1,352 @@
+"""The controller's side of nodes: who takes part, in which place, and who is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from dora.config.load import parse
+from dora.errors import RunFailed
+from dora.node import cluster as cluster_module
+from dora.node import place as place_module
+from dora.node.cluster import KnownNode
+from dora.node.place import Place
+from dora.transport.node_messages import (
+    Beat,
+    NodeOrders,
+    Over,
+    ProcessState,
+    Rejected,
+    RelaySource,
+    Superseded,
+)
+from tests.node.peers import RUN, WAIT_S, Controller, Peer, config_of, controller
+from tests.weights.nodes import publish
+
+ONE = ("nodes.expected=1", "nodes.train=0", "nodes.max=3", "rollout.max_staleness=0")
+
+
+@pytest.fixture(autouse=True)
+def beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller that beats often, and is patient otherwise."""
+    monkeypatch.setattr(cluster_module, "BEAT_S", 0.02)
+    for name in ("GATHER_S", "NAMED_S", "COME_BACK_S"):
+        monkeypatch.setattr(cluster_module, name, WAIT_S)
+
+
+async def joined(there: Controller, *peers: Peer) -> list[int]:
+    """Let nodes join at the same time; return their first instances."""
+    welcomes = await asyncio.gather(*(peer.join() for peer in peers))
+    return [welcome.first_instance for welcome in welcomes]
+
+
+# -- joining
+
+
+async def test_a_node_learns_all_of_the_run_and_gets_orders_once_it_can_be_reached(tmp_path: Path) -> None:
+    async with controller(tmp_path, *ONE, term=7) as there:
+        with Peer(there.address, "n") as peer:
+            welcome = await peer.join()
+            assert (welcome.term, welcome.run_id, welcome.first_instance) == (7, RUN, 0)
+            assert parse(welcome.config) == config_of(*ONE)
+            orders = await peer.until(NodeOrders, saying=peer.reports(term=7))
+            assert (orders.term, orders.servers, orders.ranks, orders.versions) == (7, {}, None, {})
+    assert there.told[1:] == ["node n has joined with instances 0 to 0 (1 here, 1 expected)"]
+    assert there.saved[-1] == {"n": KnownNode(place=0, first_instance=0, servers=1)}
+
+
+async def test_a_new_run_gives_places_in_the_natural_order_of_names(tmp_path: Path) -> None:
+    async with controller(tmp_path) as there:
+        with ExitStack() as stack:
+            peers = [stack.enter_context(Peer(there.address, name)) for name in ("node-10", "node-9", "node-2")]
+            assert await joined(there, *peers) == [1, 0, -1]
+            assert [place.name for place in there.cluster.places] == ["node-2", "node-9", "node-10"]
+
+
+async def test_a_run_that_waits_for_nodes_begins_with_those_that_are_there_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "GATHER_S", 0.2)
+    async with controller(tmp_path) as there:
+        with Peer(there.address, "node-2") as one, Peer(there.address, "node-1") as other:
+            assert await joined(there, one, other) == [0, -1]
+
+
+async def test_a_name_is_rejected_while_a_node_that_is_alive_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with controller(tmp_path, *ONE) as there:
+        with Peer(there.address, "n") as first, Peer(there.address, "n") as second:
+            await first.take_part()
+            alive = asyncio.create_task(first.until(Over, saying=first.reports()))
+            refused = asyncio.create_task(second.refused())
+            await asyncio.wait({alive, refused}, timeout=0.5)
+            assert not refused.done()  # a node that was killed may come back under its name
+            monkeypatch.setattr(cluster_module, "NAMED_S", 0.0)
+            assert await refused == "another node is named n; give it another name (--name)"
+            await there.cluster.end("done")
+            await alive
+
+
+async def test_a_node_that_starts_again_takes_over_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with controller(tmp_path, *ONE) as there:
+        with Peer(there.address, "n") as first:
+            await first.take_part()
+        monkeypatch.setattr(place_module, "ALIVE_S", 0.0)
+        with Peer(there.address, "n") as second:
+            assert (await second.join()).first_instance == 0
+            monkeypatch.setattr(place_module, "ALIVE_S", WAIT_S)
+            assert (await second.until(NodeOrders, saying=second.reports())).servers == {}
+    assert len(there.saved[-1]) == 1
+
+
+async def test_another_release_is_rejected_by_both_names(tmp_path: Path) -> None:
+    async with controller(tmp_path, *ONE) as there:
+        with Peer(there.address, "n") as peer:
+            reason = await peer.refused(release="0.0.1")
+            assert reason.startswith("it has DORA 0.0.1 (protocol 1), the controller ")
+            assert reason.endswith("; install the same release")
+
+
+async def test_a_node_of_another_run_gets_no_answer(tmp_path: Path) -> None:
+    async with controller(tmp_path, *ONE) as there:
+        with Peer(there.address, "a") as other, Peer(there.address, "b") as own:
+            await other.until(Rejected, saying=other.asks(release="0"))  # it is connected
+            await other.send(other.asks(run_id="another"))
+            await own.join(run_id=RUN)
+            assert await other.end.receive(0) == []
+            assert [place.name for place in there.cluster.places] == ["b"]
+
+
+async def test_more_nodes_join_up_to_the_limit(tmp_path: Path) -> None:
+    async with controller(tmp_path, *ONE, "nodes.max=2") as there:
+        there.cluster.on_new_servers = lambda place: 40 + place.number
+        with ExitStack() as stack:
+            first, second, third = (stack.enter_context(Peer(there.address, name)) for name in "abc")
+            assert [(await peer.join()).first_instance for peer in (first, second)] == [0, 41]
+            assert await third.refused() == "the run has its 2 nodes (nodes.max)"
+            assert there.cluster.place_of(41) is there.cluster.places[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fields", "reason"),
+    [
+        pytest.param(
+            ("engine.device=cuda", "trainer.device=cuda", "nodes.gpus=4"),
+            {"gpus": 2},
+            "it has 2 GPUs, and the run is planned for 4 (nodes.gpus)",
+            id="too few GPUs",
+        ),
+        pytest.param(
+            ("engine.kind=sglang",),
+            {"engine": ""},
+            "the servers of engine.kind = sglang are not installed there",
+            id="no engine",
+        ),
+    ],
+)
+async def test_a_node_that_cannot_do_its_part_is_rejected(
+    tmp_path: Path, overrides: tuple[str, ...], fields: dict[str, object], reason: str
+) -> None:
+    async with controller(tmp_path, *ONE, *overrides) as there:
+        with Peer(there.address, "n") as peer:
+            await peer.join()
+            assert (await peer.until(Rejected, saying=peer.reports(**fields))).reason == reason
+            assert there.cluster.places[0].lost == reason
+
+
+async def test_a_node_that_the_controller_cannot_connect_to_is_rejected(tmp_path: Path) -> None:
+    async with controller(tmp_path, *ONE, connects=lambda relay: relay.url != "http://n:1") as there:
+        with Peer(there.address, "n") as peer:
+            await peer.join()
+            reason = (await peer.until(Rejected, saying=peer.reports())).reason
+            assert reason.startswith("the controller cannot connect to http://n:1; give the address of this node")
+
+
+# -- orders
+
+
+async def test_orders_are_repeated_until_they_are_reported_and_not_longer(tmp_path: Path) -> None:
+    async with controller(tmp_path, *ONE) as there:
+        with Peer(there.address, "n") as peer:
+            await peer.take_part()
+            there.cluster.places[0].servers[0] = 1
+            there.cluster.changes.tell()
+            wanted = await peer.until(NodeOrders, lambda orders: orders.servers == {0: 1})
+            assert await peer.until(NodeOrders) == wanted  # again, for the report that came had another number
+            await peer.send(peer.reports(serial=wanted.serial))
+            await there.until(lambda cluster: cluster.places[0].report.serial == wanted.serial)
+            while await peer.end.receive(0):  # what was sent before
+                pass
+            beats: list[object] = []
+            while len(beats) < 10:
+                beats += [message for _, message in await peer.end.receive(WAIT_S)]
+            assert beats == [Beat(term=0, serial=wanted.serial)] * len(beats)
+
+
+async def test_servers_that_a_node_brings_along_are_wanted_if_they_run(tmp_path: Path) -> None:
+    async with controller(tmp_path, *ONE) as there:
+        with Peer(there.address, "n") as peer:
+            await peer.join()
+            states = {0: ProcessState(start=5, phase="up"), 1: ProcessState(start=9, phase="ended")}
+            orders = await peer.until(NodeOrders, saying=peer.reports(servers=states))
+            assert orders.servers == {0: 5}
+
+
+async def test_a_report_to_another_controller_says_nothing(tmp_path: Path) -> None:
+    async with controller(tmp_path, *ONE, term=2) as there:
+        with Peer(there.address, "n") as peer:
+            await peer.join()
+            await peer.send(peer.reports(term=1, engine="of the earlier one"))
+            await peer.until(NodeOrders, saying=peer.reports(term=2, engine="1"))
+            report = there.cluster.places[0].report
+            assert report is not None
+            assert report.engine == "1"
+
+
+async def test_a_version_goes_from_node_to_node(tmp_path: Path) -> None:
+    two = ("nodes.expected=2", "nodes.train=0")
+    async with controller(tmp_path, *two) as there:
+        spread, own = there.cluster.spread, there.cluster.own_source
+        with Peer(there.address, "a") as first, Peer(there.address, "b") as second:
+            await joined(there, first, second)
+            for peer in (first, second):
+                await peer.until(NodeOrders, saying=peer.reports())
+            spread.hold(manifest := publish(spread._store))
+            order = await first.until(NodeOrders, lambda orders: 3 in orders.versions)
+            assert (order.versions[3].files, order.versions[3].sources) == (dict(manifest.files), (own,))
+            order = await second.until(NodeOrders, lambda orders: 3 in orders.versions)
+            assert order.versions[3].sources == ()
+            await first.send(first.reports(fetching=(3,)))
+            order = await second.until(NodeOrders, lambda orders: bool(orders.versions[3].sources))
+            assert order.versions[3].sources == (first.reports().relay, own)
+            await second.send(second.reports(versions={3: "/there"}))
+            async with asyncio.timeout(WAIT_S):
+                assert await spread.folder(there.cluster.places[1], 3) == Path("/there")
+            spread.release(3)
+            for peer in (first, second):
+                await peer.until(NodeOrders, lambda orders: orders.versions == {})
+
+
+# -- the end
+
+
+async def test_a_controller_that_was_replaced_ends(tmp_path: Path) -> None:
+    async with controller(tmp_path, *ONE, term=4) as there:
+        [(_, ended)] = there.cluster.loops()
+        with Peer(there.address, "n") as peer:
+            await peer.join()
+            await peer.send(Superseded(term=5))
+            with pytest.raises(
+                RunFailed, match=r"another controller has taken over the run \(term 5, this one has 4\)"
+            ):
+                async with asyncio.timeout(WAIT_S):
+                    await ended
+            with pytest.raises(RunFailed):  # and so does whoever waits for a node
+                await there.cluster.wait_until(lambda: False)
+
+
+async def test_a_node_is_lost_after_the_lease_and_another_one_takes_its_place(tmp_path: Path) -> None:
+    async with controller(tmp_path, *ONE, "nodes.max=1", "nodes.lease_s=0.3") as there:
+        with Peer(there.address, "a") as first, Peer(there.address, "b") as second:
+            await first.take_part()
+            assert (await there.until_lost(0)).startswith("nothing was heard from it for ")
+            assert (await second.join()).first_instance == 0
+            assert there.cluster.places[0].name == "b"
+
+
+async def test_a_node_that_has_ended_is_lost_before_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[bool | None] = [True, None, None]  # then none listens there
+
+    def connects(relay: RelaySource) -> bool | None:
+        return answers.pop(0) if answers else False
+
+    monkeypatch.setattr(place_module, "ALIVE_S", 0.0)
+    async with controller(tmp_path, *ONE, connects=connects) as there:
+        with Peer(there.address, "n") as peer:
+            await peer.take_part()
+            assert await there.until_lost(0) == "its process has ended"
+    assert answers == []
+
+
+async def test_a_silent_node_whose_host_gives_no_answer_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asyncio.Semaphore(0)
+    loop = asyncio.get_running_loop()
+    answers: list[bool | None] = [True]
+
+    def connects(relay: RelaySource) -> bool | None:
+        loop.call_soon_threadsafe(asked.release)
+        return answers.pop() if answers else None
+
+    monkeypatch.setattr(place_module, "ALIVE_S", 0.0)
+    async with controller(tmp_path, *ONE, connects=connects) as there:
+        with Peer(there.address, "n") as peer:
+            await peer.take_part()
+            async with asyncio.timeout(WAIT_S):
+                for _ in range(5):
+                    await asked.acquire()
+            assert there.cluster.places[0].report is not None
+
+
+async def test_a_node_that_leaves_is_let_go_and_the_next_one_has_other_instances(tmp_path: Path) -> None:
+    leaving: list[Place] = []
+    async with controller(tmp_path, *ONE, "nodes.max=1") as there:
+        there.cluster.on_leaving = leaving.append
+        there.cluster.on_new_servers = lambda place: 17
+        with Peer(there.address, "a") as first, Peer(there.address, "b") as second:
+            await first.take_part()
+            await first.send(first.reports(is_leaving=True))
+            await there.until(lambda cluster: cluster.places[0].report.is_leaving)
+            assert leaving == [there.cluster.places[0]]
+            await first.send(first.reports(engine="again"))
+            await there.until(lambda cluster: cluster.places[0].report.engine == "again")
+            assert len(leaving) == 1
+            await there.cluster.let_go(there.cluster.places[0])
+            assert (await first.until(Over)).reason == "the node has left the run"
+            assert there.saved[-1] == {}
+            assert (await second.join()).first_instance == 17
+
+
+async def test_the_end_of_the_run_is_told_to_every_node(tmp_path: Path) -> None:
+    async with controller(tmp_path, "nodes.expected=2", "nodes.train=0") as there:
+        with Peer(there.address, "a") as first, Peer(there.address, "b") as second:
+            await joined(there, first, second)
+            await there.cluster.end("the run is over")
+            for peer in (first, second):
+                assert (await peer.until(Over)).reason == "the run is over"
+
+
+# -- a later start
+
+
+KNOWN = {"a": KnownNode(0, None, 1), "b": KnownNode(1, 0, 1), "z": KnownNode(2, 5, 1)}
+
+
+async def test_nodes_of_an_earlier_start_come_back_to_their_places(tmp_path: Path) -> None:
+    async with controller(tmp_path, known=KNOWN, term=1) as there:
+        with ExitStack() as stack:
+            new, b, z = (stack.enter_context(Peer(there.address, name)) for name in ("0", "b", "z"))
+            refused = asyncio.create_task(new.refused())
+            assert await joined(there, z, b) == [5, 0]
+            assert not refused.done()
+            assert [place.name for place in there.cluster.places] == ["a", "b", "z"]
+            assert (await stack.enter_context(Peer(there.address, "a")).join()).first_instance == -1
+            assert await refused == "the run has its 3 nodes (nodes.max)"
+
+
+async def test_the_place_of_a_node_that_does_not_come_back_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "COME_BACK_S", 0.1)
+    async with controller(tmp_path, known=KNOWN, term=1) as there:
+        with Peer(there.address, "new") as new, Peer(there.address, "a") as late:
+            assert (await new.join()).first_instance == -1
+            assert [place.name for place in there.cluster.places] == ["new", "b", "z"]
+            assert (await late.join()).first_instance == 0  # another place
