@@ -25,6 +25,9 @@ TOKEN: Final = "the token of the cluster"
 NODES_PORT: Final = 8423
 RANKS_PORT: Final = 8422
 
+#: Limit of each wait. A cluster starts ten processes, which import torch, on the cores that all tests share.
+PATIENCE_S: Final = 300.0
+
 #: A job as small as its rules allow: a rank on the first node by name, and a server on each of two others. It has more
 #: steps than any test waits for.
 SMALL: Final[Mapping[str, object]] = {
@@ -52,7 +55,7 @@ class HostedRun(Run):
         """`folder`: of a run that is resumed."""
         self.host = host
         self._folder = folder
-        super().__init__(*arguments, prefix=host.prefix(DORA_TOKEN=TOKEN))
+        super().__init__(*arguments, prefix=host.prefix(DORA_TOKEN=TOKEN), patience_s=PATIENCE_S)
         self.controller = inner_process(self.process)
 
     def __exit__(self, *_: object) -> None:

@@ -11,12 +11,21 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.cluster import NODES_PORT, RANKS_PORT, SMALL, Cluster, Confirmed, HostedRun, assert_run_is_right
+from tests.cluster.cluster import (
+    NODES_PORT,
+    PATIENCE_S,
+    RANKS_PORT,
+    SMALL,
+    Cluster,
+    Confirmed,
+    HostedRun,
+    assert_run_is_right,
+)
 from tests.cluster.network import Host, Network, clock_library, missing, network_at
 from tests.cluster.strangers import attack
 from tests.e2e.runs import assert_audit_clean, until
 
-pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(900)]
 
 MB = 1_000_000
 CUT_S = 30.0
@@ -42,7 +51,7 @@ class Life:
             confirmed = self.confirmed.on(host)
             return confirmed is not None and confirmed >= version
 
-        until(ask, what=f"version {version} on {host.name}")
+        until(ask, what=f"version {version} on {host.name}", timeout_s=PATIENCE_S)
 
     def newest(self) -> int:
         return int(max(row["version"] for row in self.run.status()["versions"]))
