@@ -110,7 +110,7 @@ async def test_sigterm_has_a_node_say_that_it_leaves_and_it_ends_when_it_is_let_
     given = environment() | {"DORA_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
     with Hub() as there:
         words = command("node", "--controller", there.address, "--name", "n", "--folder", str(tmp_path))
-        with subprocess.Popen(words, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(words, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
             try:
                 assert (await there.until(Join)).name == "n"
                 process.send_signal(signal.SIGTERM)
