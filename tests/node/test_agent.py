@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dora.config.load import dump
 from dora.config.schema import Config
 from dora.errors import ConfigError, RunFailed
 from dora.node import agent as agent_module
@@ -216,6 +218,29 @@ async def test_a_controller_that_was_silent_is_asked_again(tmp_path: Path) -> No
         async with agent(tmp_path, there.address):
             await there.welcome(job(tmp_path))
             assert (await there.until(Join)).run_id == RUN
+
+
+async def test_a_report_waits_until_a_controller_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only until the node is prepared: its fence may take a while."""
+    is_slow, may_go_on = threading.Event(), threading.Event()
+
+    def slow(path: Path, *, epoch: int) -> None:
+        is_slow.set()
+        may_go_on.wait(WAIT_S)
+
+    monkeypatch.setattr(member_module, "raise_fence", slow)
+    with Hub() as there:
+        async with agent(tmp_path, there.address) as here:
+            await there.until(Join)
+            await there.send(
+                NodeWelcome(term=0, run_id=RUN, first_instance=0, config=dump(job(tmp_path)), live_bytes=1)
+            )
+            await asyncio.to_thread(is_slow.wait, WAIT_S)
+            for _ in range(3):  # it looks for a controller in every round of reporting
+                await there.until(Join)
+            assert not here.ended.done()
+            may_go_on.set()
+            await there.report()
 
 
 # -- versions
