@@ -30,6 +30,8 @@ pytestmark = [pytest.mark.deep, pytest.mark.timeout(900)]
 MB = 1_000_000
 CUT_S = 30.0
 RELEASE = "99.0"
+#: What a node has sent after several handshakes that fail.
+HANDSHAKES_BYTES = 3_000
 
 
 @dataclass
@@ -168,15 +170,16 @@ def test_a_node_of_another_release_is_refused_in_one_line(life: Life) -> None:
     assert RELEASE in line
 
 
-def test_a_node_without_the_token_is_told_so_and_changes_nothing(life: Life) -> None:
-    instances = len(life.run.status()["instances"])
+def test_a_node_with_another_token_takes_no_part(life: Life) -> None:
+    before = life.run.status()["instances"]
     host = life.network.host("node-6")
     node = life.cluster.node(host, DORA_TOKEN="a guess")
+    until(lambda: host.counted()[1] > HANDSHAKES_BYTES, what="some handshakes")
     life.run.until_more(1)
+    assert "takes part" not in life.cluster.nodes.pop(host.name).told()
+    assert [row["url"] for row in life.run.status()["instances"]] == [row["url"] for row in before]
     node.process.terminate()
-    node.wait()
-    assert "DORA_TOKEN" in life.cluster.nodes.pop(host.name).told()
-    assert len(life.run.status()["instances"]) == instances
+    assert node.wait() == 0
     life.network.forget(host)
 
 
