@@ -13,8 +13,8 @@ from tests.mutants import (
     hosts,
     limits,
     models,
-    relay,
     nodes,
+    relay,
     takeovers,
     templates,
     trust,
@@ -827,8 +827,6 @@ _ACCESS: Final = (
             "    _limit(router, MAX_TO_CONTROLLER_BYTES)\n\n\n"
             "def guard_trainer(dealer: zmq.Socket[Any], token: str, *, max_bytes: int = MAX_TO_TRAINER_BYTES)"
             " -> None:\n"
-            "def guard_trainer(dealer: zmq.Socket[Any], token: str, *, "
-            "max_bytes: int = MAX_TO_TRAINER_BYTES) -> None:\n"
             '    """Connect only to a holder of the token; call before `connect`."""\n'
             "    dealer.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(_controller_key(token)))\n"
             "    public, secret = zmq.curve_keypair()\n"
@@ -837,8 +835,6 @@ _ACCESS: Final = (
             "    _limit(router, MAX_TO_CONTROLLER_BYTES)\n\n\n"
             "def guard_trainer(dealer: zmq.Socket[Any], token: str, *, max_bytes: int = MAX_TO_TRAINER_BYTES)"
             " -> None:\n",
-            "def guard_trainer(dealer: zmq.Socket[Any], token: str, *, "
-            "max_bytes: int = MAX_TO_TRAINER_BYTES) -> None:\n",
             "test_a_wrong_token_is_named_on_both_ends_and_logged_once",
         ),
         (
