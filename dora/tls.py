@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from dora.errors import ConfigError
 
@@ -18,6 +19,11 @@ class TlsFiles:
     certificate: Path
     key: Path
     authority: Path
+
+    @classmethod
+    def of(cls, folder: Path | None) -> Self | None:
+        """Return certificate.pem, key.pem and authority.pem of a folder."""
+        return cls(*(folder / f"{name}.pem" for name in ("certificate", "key", "authority"))) if folder else None
 
     def to_listen(self) -> ssl.SSLContext:
         """Return how this process shows that it is the one that the certificate names."""

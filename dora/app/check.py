@@ -80,6 +80,10 @@ async def check(config: Config, report: Report, *, push: bool = False) -> None:
         if finding := await asyncio.to_thread(check_loss, config.objective):
             report("objective", finding)
         await _check_rewards(config, inputs, graders, report=report)
+        if config.nodes.expected:
+            report("nodes", "servers and ranks are theirs: none was tried here; dora check --nodes asks the nodes")
+            _report_plan(config, inputs, num_samples=len(settings.eval_prompt_tokens), report=report)
+            return
         trained = await asyncio.to_thread(check_trainer, config, inputs.model, stack.enter_context(ExitStack()))
         for topic, text in trained.lines:
             report(topic, text)
@@ -271,7 +275,9 @@ def report_job(config: Config, report: Report) -> None:
         report("task", config.task.description)
     report("job", f"{config.run.steps} steps of {rollout.groups_per_step} groups x {rollout.group_size} answers, "
                   f"at most {rollout.max_new_tokens} tokens each")  # fmt: skip
-    managed = f"{config.num_managed} of kind {engine.kind} started here on {engine.device}"
+    num_rolling = config.nodes.expected - config.num_training_nodes
+    there = f"on {num_rolling} nodes" if num_rolling else "here"
+    managed = f"{config.num_managed} of kind {engine.kind} started {there} on {engine.device}"
     report("rollout", f"{len(engine.urls)} external servers, {managed}")
     room = "slots and tokens as each server reports"
     if config.slots is not None and config.kv_tokens is not None:
@@ -289,7 +295,7 @@ def _report_plan(config: Config, inputs: Inputs, *, num_samples: int, report: Re
     report_job(config, report)
     if config.tracking.trackers:
         report("tracking", ", ".join(config.tracking.trackers))
-    for index, names in enumerate(assign_gpus(config, environ=os.environ)):
+    for index, names in enumerate(assign_gpus(config, environ=os.environ) if not config.nodes.expected else []):
         if names:
             report("GPUs", f"instance {len(config.engine.urls) + index}: CUDA_VISIBLE_DEVICES={names}")
     for topic, text in lines(config, Shapes.read(inputs.model)):

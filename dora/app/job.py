@@ -192,6 +192,12 @@ class _Run:
         folder.remove_leases()
         self._stack.callback(folder.remove_leases)
         node = await self._stack.enter_async_context(Node(logs=folder.logs, lease=self._lease))
+        if job.config.nodes.checkpoints is not None:
+            folder.checkpoints = job.config.nodes.checkpoints.resolve() / folder.run_id
+            try:
+                folder.checkpoints.mkdir(parents=True, exist_ok=True)
+            except OSError as err:
+                raise ConfigError(f"nodes.checkpoints: cannot create {folder.checkpoints} ({err.strerror})") from err
         opened = await asyncio.to_thread(
             Opened,
             job,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -26,6 +26,7 @@ from dora.engine.api import InferenceEngine
 from dora.errors import ConfigError, RemoteError, RunFailed
 from dora.node.cluster import Cluster, ClusterSettings
 from dora.node.place import Place
+from dora.tls import TlsFiles
 from dora.transport.messages import CheckpointWritten
 from dora.transport.node_messages import FolderOrder, ProcessState, RanksOrder, RelaySource, Report
 from dora.weights.checkpoints import read_manifest
@@ -66,7 +67,7 @@ async def open_cluster(opened: Opened) -> AsyncIterator[Cluster]:
         known=opened.nodes,
         save=lambda known: files.replace(folder.nodes, msgspec.json.encode(known)),
         tell=opened.tell,
-        connects=connects,
+        connects=partial(connects, tls=TlsFiles.of(config.nodes.tls)),
     )
     async with Cluster.listening(config, settings, store=opened.store, checkpoints=folder.checkpoints) as cluster:
         await asyncio.to_thread(_name_versions, cluster, opened)
@@ -106,13 +107,18 @@ async def _wait_for_enough(cluster: Cluster, config: Config) -> None:
         ) from None
 
 
-def connects(relay: RelaySource) -> bool | None:
+def connects(relay: RelaySource, *, tls: TlsFiles | None) -> bool | None:
     """Return whether the relay of a node answers this host, and knows its key; None if there is no answer. It blocks.
 
     False tells that no process listens there, and True that the network between the hosts works.
     """
     address = urlsplit(relay.url)
-    connection = HTTPConnection(address.hostname or "", address.port, timeout=REACH_TIMEOUT_S)
+    host, timeout_s = address.hostname or "", REACH_TIMEOUT_S
+    connection = (
+        HTTPSConnection(host, address.port, timeout=timeout_s, context=tls.to_connect())
+        if tls is not None
+        else HTTPConnection(host, address.port, timeout=timeout_s)
+    )
     try:
         connection.request("HEAD", "/", headers={"Authorization": f"Bearer {relay.key}"})
         return connection.getresponse().status == 404  # 401 without the key

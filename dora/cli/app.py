@@ -157,6 +157,12 @@ def check(
             help="Instead, run some steps at learning rate 0, and compare the log-probs of engine and trainer in each.",
         ),
     ] = False,
+    nodes: Annotated[
+        bool,
+        typer.Option(
+            "--nodes", help="Instead, wait for the nodes, and report what they have and how fast versions reach them."
+        ),
+    ] = False,
     gpus: Annotated[
         str | None,
         typer.Option(
@@ -170,11 +176,13 @@ def check(
     Nothing is changed.
     """
     from dora.cli.check import check as command
-    from dora.cli.check import check_drift, check_plan
+    from dora.cli.check import check_drift, check_nodes, check_plan
 
-    if sum((push, drift, gpus is not None)) > 1:
-        raise ConfigError("--push, --drift and --gpus exclude each other; choose one")
-    if gpus is not None:
+    if sum((push, drift, nodes, gpus is not None)) > 1:
+        raise ConfigError("--push, --drift, --nodes and --gpus exclude each other; choose one")
+    if nodes:
+        check_nodes(config, overrides or [])
+    elif gpus is not None:
         check_plan(config, overrides or [], gpus=gpus)
     elif drift:
         check_drift(config, overrides or [])

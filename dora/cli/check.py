@@ -15,6 +15,7 @@ from dora.app.check import check as check_config
 from dora.app.drift_check import train_without_learning, verdict
 from dora.app.gpu_plan import Gpus
 from dora.app.gpu_plan import check_plan as plan
+from dora.app.node_check import check_nodes as wait_for_nodes
 from dora.cli.output import say
 from dora.config.load import load
 
@@ -31,6 +32,14 @@ def check_plan(config_path: Path | None, overrides: Sequence[str], *, gpus: str)
         say(f"the run DOES NOT FIT on {given}")
         raise SystemExit(1)
     say(f"the run fits on {given} by this forecast; nothing was started or measured")
+
+
+def check_nodes(config_path: Path | None, overrides: Sequence[str]) -> None:
+    """Exit with code 1 if a node is missing, or does not receive versions."""
+    if not uvloop.run(wait_for_nodes(load(config_path, overrides, environ=os.environ), _print)):
+        say("NOT ALL NODES ARE READY; nothing was changed")
+        raise SystemExit(1)
+    say("all nodes are ready; nothing was changed")
 
 
 def check_drift(config_path: Path | None, overrides: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import time
 from pathlib import Path
 
 import uvloop
@@ -18,6 +19,9 @@ from dora.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
 MAX_PORT = 65_535
+#: Time in which the name of the controller must get an address, and the pause between two looks.
+NAME_TIMEOUT_S = 600.0
+NAME_PAUSE_S = 2.0
 _CONTROLLER = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:,/]+):\d{1,5}")
 
 
@@ -64,12 +68,28 @@ def _controllers(text: str) -> tuple[str, ...]:
 def _own_address(controller: str) -> str:
     """Return the address of the interface that leads to the controller; nothing is sent."""
     host, _, port = controller.rpartition(":")
+    _await_name(host.strip("[]"))
     try:
         family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(where)
             return str(probe.getsockname()[0])
     except OSError as err:
-        raise ConfigError(
-            f"DORA_CONTROLLER: {controller}: {err.strerror}; give --address if it has no name yet"
-        ) from err
+        raise ConfigError(f"DORA_CONTROLLER: {controller}: {err.strerror}") from err
+
+
+def _await_name(host: str) -> None:
+    """Wait until a name resolves: a scheduler may give the controller its name after this node has started."""
+    until = time.monotonic() + NAME_TIMEOUT_S
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror as err:
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"DORA_CONTROLLER: {host}: {err.strerror} (tried for {NAME_TIMEOUT_S:g} s); correct it"
+                ) from err
+        if until - time.monotonic() > NAME_TIMEOUT_S - NAME_PAUSE_S:
+            tell(f"{host} has no address yet; waiting")
+        time.sleep(NAME_PAUSE_S)

@@ -448,6 +448,9 @@ class NodesConfig(Section):
     checkpoints: Path | None = None
     """Folder for the trainer's checkpoints, on storage that all nodes with ranks see at this path. Unset: the run
     folder, to which the files of each rank are copied."""
+    tls: Path | None = None
+    """Folder with certificate.pem, key.pem and authority.pem, on this host and on each node, for TLS between the relays
+    that pass versions and checkpoints on. Requests to servers stay on plain HTTP."""
     lease_s: Seconds = 120.0
     """A node that hears from no controller for this long ends all its processes. A controller gives up the processes of
     a node that it has not heard from for this long."""

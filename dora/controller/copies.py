@@ -74,15 +74,18 @@ class Copies:
         if event.differs:
             log.warning("replayed_version_differs", version=event.version, checksum=event.differs)
         if event.files:
-            if is_needed or self._keeps(event.version):
-                self._holders.hold(Manifest(event.version, event.files, event.num_bytes, event.chain))
-            keeping = self._keep_version(event.version, is_needed=is_needed, position=position)
+            keeping = self._keep_version(event, is_needed=is_needed, position=position)
             self._copies[event.version] = self._tasks.finishing(keeping, name=f"keep-{event.version}")
+
+    def _hold(self, event: ev.VersionPublished) -> None:
+        self._holders.hold(Manifest(event.version, event.files, event.num_bytes, event.chain))
 
     async def keep_result(self, event: ev.Event) -> None:
         """Copy the final version before FinishRun is journaled: no resume would write the version again."""
         self.end()
         version = self._window.newest
+        if isinstance(event, ev.VersionPublished) and event.files:
+            self._hold(event)
         if version is not None and not (isinstance(event, ev.VersionPublished) and not event.files):
             await (self._copies.get(version) or self._copy(version))
 
@@ -99,9 +102,11 @@ class Copies:
         """Delete a checkpoint by its name: in a copied run folder, the journal still has the paths of the original."""
         self._tasks.finishing(self._drop_when_durable(order, position=position), name="drop-checkpoint")
 
-    async def _keep_version(self, version: VersionId, *, is_needed: bool, position: int) -> None:
+    async def _keep_version(self, event: ev.VersionPublished, *, is_needed: bool, position: int) -> None:
+        version = event.version
         await self._commits.durable(position)
         if is_needed or self._keeps(version):
+            self._hold(event)
             await self._copy(version)
         if not is_needed:
             self._copies.pop(version, None)  # unless `_release_when_copied` has removed it

@@ -32,6 +32,11 @@ def version_label(run_id: str, version: VersionId, *, digest: str) -> str:
     return f"{run_id}/{version}-{digest}"
 
 
+def is_same_run(label: str, other: str) -> bool:
+    """Return whether two labels are of one run."""
+    return label.rpartition("/")[0] == other.rpartition("/")[0]
+
+
 def digest_in(label: str) -> str:
     """Return the digest in a label of a version."""
     return label.rpartition("-")[2]

@@ -35,8 +35,12 @@ async def run_node(settings: NodeSettings, controllers: tuple[str, ...], leave: 
     """
     end = NodeEnd(controllers, token=settings.token)
     try:
-        async with AsyncExitStack() as stack:
-            return await _Agent(settings, end, stack, leave).run()
+        while True:
+            async with AsyncExitStack() as stack:
+                over = await _Agent(settings, end, stack, leave).run()
+            if not over.may_join_another:
+                return over.reason
+            settings.tell(over.reason)
     finally:
         end.close()
 
@@ -54,14 +58,14 @@ class _Agent:
         self._changed = asyncio.Event()
         self._began = time.monotonic()
 
-    async def run(self) -> str:
+    async def run(self) -> Over:
         loops = [
             asyncio.create_task(self._listen(), name="listen"),
             asyncio.create_task(self._report(), name="report"),
         ]
         try:
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
-            return next(str(loop.result()) for loop in done)
+            return next(loop.result() for loop in done)
         finally:
             for loop in loops:
                 loop.cancel()
@@ -69,14 +73,15 @@ class _Agent:
 
     # -- listening ----------------------------------------------------------------------------------------------------
 
-    async def _listen(self) -> str:
+    async def _listen(self) -> Over:
         while True:
             for address, message in await self._end.receive(REPORT_S):
                 if isinstance(message, Over) and message.term >= self._term:
-                    return message.reason
-                if isinstance(message, Rejected):
+                    return message
+                if isinstance(message, Rejected) and self._followed in ("", address):
                     raise ConfigError(f"the controller at {address} rejects this node: {message.reason}")
-                await self._on_message(address, message)
+                if not isinstance(message, Rejected):
+                    await self._on_message(address, message)
             self._require_controller()
 
     async def _on_message(self, address: str, message: NodeWelcome | NodeOrders | Beat | Over) -> None:
@@ -84,10 +89,15 @@ class _Agent:
             await self._end.send(address, Superseded(term=self._term))
             return
         self._heard_at[address] = time.monotonic()
-        if isinstance(message, NodeWelcome) and message.term > self._term:
-            await self._take_part(message, address)
+        if isinstance(message, NodeWelcome):
+            if message.term > self._term or self._first_instance != message.first_instance:
+                await self._take_part(message, address)
         elif isinstance(message, NodeOrders) and message.term == self._term and self._member is not None:
             await self._member.follow(message)
+
+    @property
+    def _first_instance(self) -> int | None:
+        return self._member.first_instance if self._member is not None else None
 
     async def _take_part(self, welcome: NodeWelcome, address: str) -> None:
         member = self._member
@@ -110,7 +120,7 @@ class _Agent:
 
     # -- reporting ----------------------------------------------------------------------------------------------------
 
-    async def _report(self) -> str:
+    async def _report(self) -> Over:
         leaving = asyncio.create_task(self._leave.wait(), name="leave")
         leaving.add_done_callback(lambda _: self._changed.set())
         try:
@@ -120,7 +130,7 @@ class _Agent:
                 if self._member is not None:
                     await self._end.send(self._followed, self._member.report(self._term, is_leaving=is_leaving))
                 if is_leaving and (self._member is None or self._member.has_ranks):
-                    return "the node has left"
+                    return Over(term=self._term, reason="the node has left")
                 with suppress(TimeoutError):
                     async with asyncio.timeout(REPORT_S):
                         await self._changed.wait()

@@ -31,6 +31,7 @@ from dora.core.ids import InstanceId
 from dora.errors import RunFailed
 from dora.node.place import Changes, Place
 from dora.node.spread import Spread
+from dora.tls import TlsFiles
 from dora.transport.node_ends import NodeHub
 from dora.transport.node_messages import (
     CONTROLLER_HOST,
@@ -118,7 +119,14 @@ class Cluster:
             while len(self.places) <= known.place:
                 self._add_place()
             self.places[known.place].name, self.places[known.place].first_instance = name, known.first_instance
-        self.spread = Spread(self.places, store=store, relay=relay, source=source, changes=self.changes)
+        self.spread = Spread(
+            self.places,
+            store=store,
+            relay=relay,
+            source=source,
+            changes=self.changes,
+            whole_every=config.nodes.deltas,
+        )
         self.on_new_servers: Callable[[Place], int] | None = None  #: returns the first instance of a place
         self.on_leaving: Callable[[Place], None] = lambda place: None
 
@@ -129,12 +137,14 @@ class Cluster:
     ) -> AsyncIterator[Cluster]:
         """Listen for nodes, and serve the versions of this host to them."""
         hub = NodeHub(address=config.nodes.address, token=settings.token)
-        relay = Relay(store, key=(key := token_hex(32)), checkpoints=checkpoints)
+        tls = TlsFiles.of(config.nodes.tls)
+        relay = Relay(store, key=(key := token_hex(32)), checkpoints=checkpoints, tls=tls)
         host = config.nodes.address.removeprefix("tcp://").rpartition(":")[0]
         try:
             address = hub.start()
             async with relay.listening(host.strip("[]").replace("*", "0.0.0.0"), 0) as url:
-                source = RelaySource(url=f"http://{CONTROLLER_HOST}:{url.rpartition(':')[2]}", key=key)
+                scheme, port = url.partition(":")[0], url.rpartition(":")[2]
+                source = RelaySource(url=f"{scheme}://{CONTROLLER_HOST}:{port}", key=key)
                 cluster = cls(config, settings, hub=hub, store=store, relay=relay, source=source)
                 settings.tell(f"waiting for nodes at {address} (dora node, DORA_CONTROLLER, DORA_TOKEN)")
                 cluster._running = asyncio.create_task(cluster._run(), name="nodes")
@@ -293,6 +303,7 @@ class Cluster:
 
     def _on_report(self, place: Place, report: Report) -> None:
         was_silent, place.heard_at = place.is_silent, time.monotonic()
+        place.clock_ahead_s = report.clock - time.time()
         if place.report is None:
             self._start_check(place, self._admit(place, report))
             return
@@ -384,11 +395,12 @@ class Cluster:
             await self._hub.send(place.identity, place.orders)
             await asyncio.sleep(0)  # others get their turn
 
-    async def end(self, reason: str) -> None:
+    async def end(self, reason: str, *, may_join_another: bool = False) -> None:
         """Tell all nodes that the run is over."""
+        over = Over(term=self._settings.term, reason=reason, may_join_another=may_join_another)
         for place in self.places:
             if place.identity is not None:
-                await self._hub.send(place.identity, Over(term=self._settings.term, reason=reason))
+                await self._hub.send(place.identity, over)
 
     async def let_go(self, place: Place) -> None:
         """Tell a node that it has left; the next one in its place has servers with other numbers."""

@@ -43,7 +43,7 @@ def _ranks(config: Config) -> int:
 
 def _engine_devices(config: Config, *, environ: Mapping[str, str]) -> int:
     """Return the highest device index of any instance plus 1; instances without devices of their own share device 0."""
-    if config.engine.device == "cpu" or config.engine.command or not config.num_managed:
+    if config.engine.device == "cpu" or config.engine.command or config.nodes.expected or not config.num_managed:
         return 0
     visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     named = [name for names in assign_gpus(config, environ=environ) for name in names.split(",") if name]

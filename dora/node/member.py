@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,13 +26,15 @@ from dora.config.load import parse
 from dora.core.ids import VersionId
 from dora.engine.engines import installed_release
 from dora.errors import ConfigError
-from dora.journal.access import restrict
+from dora.journal.access import restrict, set_umask
 from dora.node.cuda import num_devices
 from dora.node.place import Changes
 from dora.node.plan import ProcessPlan, TrainingNode, plan_node_engines, plan_trainer
 from dora.node.ports import free_port, interface_of
 from dora.node.processes import OrderedProcess
+from dora.node.sources import last_known
 from dora.node.supervise import IsWell, Node
+from dora.tls import TlsFiles
 from dora.transport.node_messages import (
     CONTROLLER_HOST,
     FolderOrder,
@@ -98,12 +100,13 @@ class Member:
         self._gpus = gpus
         self._on_change = on_change
         self._controller = ""  # its host
-        self._first_instance = welcome.first_instance
+        self.first_instance = welcome.first_instance
         self._orders: NodeOrders | None = None  # None until the controller that is followed has given any
         self._servers: dict[int, OrderedProcess] = {}
         self._ranks = self._process(self._plan_ranks)
         self._meeting_port = free_port(settings.host)
         self._held: dict[int, Path] = {}  # versions -> folders
+        self._manifests: dict[int, Manifest] = {}  # of what it holds and fetches
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._receiving: set[int] = set()  # versions that have a source
         self._ordered = Changes()
@@ -115,11 +118,12 @@ class Member:
     ) -> Member:
         """Prepare folders, store and relay for a run."""
         config = parse(welcome.config)
+        set_umask(config.run.group)
         model = settings.find_model(config.model.path)
         root = (settings.folder / welcome.run_id).resolve()
         store = await asyncio.to_thread(_open_store, stack, settings, welcome, root)
         key, lease = secrets.token_hex(32), root / f"lease-{os.getpid()}"
-        relay = Relay(store, key=key, checkpoints=root / "checkpoints")
+        relay = Relay(store, key=key, checkpoints=root / "checkpoints", tls=TlsFiles.of(config.nodes.tls))
         url = await stack.enter_async_context(relay.listening(settings.host, 0))
         stack.callback(partial(lease.unlink, missing_ok=True))
         node = await stack.enter_async_context(Node(logs=root / "logs", lease=lease, host=settings.host))
@@ -152,11 +156,11 @@ class Member:
 
     @property
     def has_ranks(self) -> bool:
-        return self._first_instance < 0
+        return self.first_instance < 0
 
     async def change_controller(self, welcome: NodeWelcome, *, controller: str) -> None:
         """Follow this controller: the ranks of an earlier one end, servers go on."""
-        self.config, self._first_instance, self._orders = parse(welcome.config), welcome.first_instance, None
+        self.config, self.first_instance, self._orders = parse(welcome.config), welcome.first_instance, None
         self._controller = controller
         await asyncio.to_thread(raise_fence, Path(self._paths.fence), epoch=welcome.term)
         await self._ranks.close()
@@ -193,11 +197,17 @@ class Member:
             if index not in self._servers:
                 self._servers[index] = self._process(partial(self._plan_server, index))
             self._servers[index].follow(orders.servers.get(index))
-        for version in await self._outdated(before, orders):
-            await self._drop(version)
+        # A version exists only once the controller has journaled it, so a new controller may not know all of them.
+        stored = await asyncio.to_thread(self._stored) if before is None else ()
+        for version in {*stored, *self._held, *self._fetches}:
+            order = orders.versions.get(version)
+            if order is None or self._manifests.get(version, _manifest(version, order)) != _manifest(version, order):
+                await self._drop(version)
         for version, order in orders.versions.items():
             if version not in self._held and version not in self._fetches:
-                self._fetches[version] = asyncio.create_task(self._fetch(version, order), name=f"fetch-{version}")
+                self._manifests[version] = manifest = _manifest(version, order)
+                base = VersionId(order.base) if order.base is not None else None
+                self._fetches[version] = asyncio.create_task(self._fetch(manifest, base), name=f"fetch-{version}")
         self._ranks.follow(orders.ranks.start if orders.ranks is not None else None)
         self._ordered.tell()
         self._on_change()
@@ -214,7 +224,7 @@ class Member:
     async def _plan_server(self, index: int) -> ProcessPlan:
         plans = plan_node_engines(
             self.config,
-            first=self._first_instance,
+            first=self.first_instance,
             host=self._settings.host,
             model=Path(self._paths.model),
             lease=self._lease,
@@ -260,30 +270,16 @@ class Member:
 
     # -- versions -----------------------------------------------------------------------------------------------------
 
-    async def _outdated(self, before: NodeOrders | None, orders: NodeOrders) -> list[int]:
-        """Return the versions that are released, or have other files now.
+    def _stored(self) -> list[VersionId]:
+        return [*{*self._store.live(), *self._store.durable()}]
 
-        A version exists only once the controller has journaled it, so a new controller may not know all of them.
-        """
-        known: dict[int, Mapping[str, str] | None] = {}
-        if before is not None:
-            known |= {version: order.files for version, order in before.versions.items()}
-        else:
-            known |= dict.fromkeys(self._fetches) | await asyncio.to_thread(self._stored)
-        wanted = {version: order.files for version, order in orders.versions.items()}
-        return [version for version, files in known.items() if files is None or files != wanted.get(version)]
-
-    def _stored(self) -> dict[int, Mapping[str, str]]:
-        versions = {*self._store.live(), *self._store.durable()}
-        return {version: self._store.manifest(version).files for version in versions}
-
-    async def _fetch(self, version: int, order: FolderOrder) -> None:
+    async def _fetch(self, manifest: Manifest, base: VersionId | None) -> None:
         """Have a version, from a source or because ranks of this node wrote it; repeat until it is there."""
-        manifest = Manifest(version=VersionId(version), files=order.files, num_bytes=order.num_bytes, chain=order.chain)
+        version = manifest.version
         try:
             while self._is_wanted(version):
                 try:
-                    await self._receive(manifest)
+                    await self._receive(manifest, base)
                     return
                 except StoreError as err:
                     if not self._is_wanted(version):  # it was released meanwhile
@@ -295,19 +291,23 @@ class Member:
         finally:
             del self._fetches[version]
 
-    async def _receive(self, manifest: Manifest) -> None:
+    async def _receive(self, manifest: Manifest, base: VersionId | None) -> None:
         version = manifest.version
         try:
-            if not await asyncio.to_thread(self._discard_others, manifest):
+            is_here = await asyncio.to_thread(self._discard_others, manifest)
+            if not is_here:
                 await self._ordered.until(lambda: bool(self._sources(version)))
                 self._receiving.add(version)
                 self._on_change()
-                await self._relay.fetch(manifest, _last_known(partial(self._sources, version)))
+                await self._relay.fetch(manifest, last_known(partial(self._sources, version)), base=base)
             self._held[version] = await asyncio.to_thread(self._store.folder, version)
         finally:
             self._receiving.discard(version)
         self._problem = ""
         self._on_change()
+        if is_here and base is not None:
+            with suppress(StoreError):  # its base is not here; others fetch the whole version
+                await self._relay.offer_delta(version, base)
 
     def _is_wanted(self, version: int) -> bool:
         return self._orders is None or version in self._orders.versions
@@ -329,7 +329,7 @@ class Member:
     def _reachable(self, source: RelaySource) -> VersionSource:
         address = urlsplit(source.url)
         if address.hostname == CONTROLLER_HOST:
-            return VersionSource(f"http://{self._controller}:{address.port}", source.key)
+            return VersionSource(f"{address.scheme}://{self._controller}:{address.port}", source.key)
         return VersionSource(source.url, source.key)
 
     async def _drop(self, version: int) -> None:
@@ -337,7 +337,9 @@ class Member:
         if (fetch := self._fetches.get(version)) is not None:
             fetch.cancel()
             await asyncio.wait({fetch})
+        await self._relay.stop(VersionId(version))
         self._held.pop(version, None)
+        self._manifests.pop(version, None)
         with suppress(StoreError):
             await asyncio.to_thread(self._store.discard, VersionId(version))
 
@@ -348,16 +350,8 @@ class Member:
         await asyncio.gather(*fetches, return_exceptions=True)
 
 
-def _last_known(sources: Callable[[], list[VersionSource]]) -> Callable[[], list[VersionSource]]:
-    """Return the last sources that were known, for a version that is being received."""
-    last: list[VersionSource] = []
-
-    def current() -> list[VersionSource]:
-        nonlocal last
-        last = sources() or last
-        return last
-
-    return current
+def _manifest(version: int, order: FolderOrder) -> Manifest:
+    return Manifest(version=VersionId(version), files=order.files, num_bytes=order.num_bytes, chain=order.chain)
 
 
 def _open_store(stack: AsyncExitStack, settings: NodeSettings, welcome: NodeWelcome, root: Path) -> VersionStore:

@@ -30,6 +30,7 @@ class Place:
     ranks: RanksOrder | None = None  # wanted
     orders: NodeOrders | None = None  # the last ones
     serial: int = 0  # of the last ones
+    clock_ahead_s: float = 0.0  # of the node, against this host, less what a report takes to arrive
 
     @property
     def is_silent(self) -> bool:

@@ -8,9 +8,11 @@ is named only by later ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Final
+
+from dora.weights.source import VersionSource
 
 
 class Holding(Enum):
@@ -44,3 +46,15 @@ def choose(chain: Sequence[Holding]) -> list[list[int]]:
         if held is not Holding.GONE:
             earlier = position
     return found
+
+
+def last_known(sources: Callable[[], list[VersionSource]]) -> Callable[[], list[VersionSource]]:
+    """Return the last sources that were known, for a version that is being received."""
+    last: list[VersionSource] = []
+
+    def current() -> list[VersionSource]:
+        nonlocal last
+        last = sources() or last
+        return last
+
+    return current

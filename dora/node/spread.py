@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,7 @@ import structlog
 from dora.core.ids import VersionId
 from dora.errors import RemoteError
 from dora.node.place import Changes, Place
-from dora.node.sources import Holding, choose
+from dora.node.sources import Holding, choose, last_known
 from dora.transport.node_messages import FolderOrder, RelaySource
 from dora.weights.relay import Relay
 from dora.weights.source import VersionSource
@@ -33,9 +34,18 @@ ARRIVAL_TIMEOUT_S: Final = 3_600.0
 
 class Spread:
     def __init__(
-        self, places: Sequence[Place], *, store: VersionStore, relay: Relay, source: RelaySource, changes: Changes
+        self,
+        places: Sequence[Place],
+        *,
+        store: VersionStore,
+        relay: Relay,
+        source: RelaySource,
+        changes: Changes,
+        whole_every: int,
     ) -> None:
-        """`source`: this host's relay, as nodes see it."""
+        """`source`: this host's relay, as nodes see it. `whole_every`: versions that are no multiple of this travel as
+        deltas, if possible; 0: none."""
+        self._whole_every = whole_every
         self._places = places
         self._store = store
         self._relay = relay
@@ -72,12 +82,16 @@ class Spread:
 
     async def fetch(self, version: VersionId) -> None:
         """Bring a version into this host's store, unless it is there, or is released meanwhile."""
+        if self._own.get(version) is Holding.ALL and (base := self._base(version)) is not None:
+            with suppress(StoreError):
+                await self._relay.offer_delta(version, base)
         while self._own.get(version) is Holding.NOTHING:
             self._own[version] = Holding.SOME
             try:
                 await self._changes.until(lambda: version not in self._own or bool(self._own_sources(version)))
                 if version in self._own:
-                    await self._relay.fetch(self._manifests[version], lambda: self._own_sources(version))
+                    sources = last_known(partial(self._own_sources, version))
+                    await self._relay.fetch(self._manifests[version], sources, base=self._base(version))
                     self._own[version] = Holding.ALL
                     self._changes.tell()
             except StoreError as err:
@@ -120,9 +134,17 @@ class Spread:
             for place, sources in self._sources(version):
                 if place is not None:
                     found[place.number][version] = FolderOrder(
-                        files=files, num_bytes=manifest.num_bytes, chain=manifest.chain, sources=sources
+                        files=files,
+                        num_bytes=manifest.num_bytes,
+                        chain=manifest.chain,
+                        sources=sources,
+                        base=self._base(version),
                     )
         return found
+
+    def _base(self, version: VersionId) -> VersionId | None:
+        """Return the version to which a version has a delta, if any."""
+        return VersionId(version - 1) if self._whole_every and version % self._whole_every else None
 
     def _own_sources(self, version: VersionId) -> list[VersionSource]:
         [sources] = [sources for place, sources in self._sources(version) if place is None]

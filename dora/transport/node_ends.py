@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any, Final
 
 import zmq
@@ -93,9 +94,16 @@ class NodeEnd:
         return [*self._dealers.values()]
 
     async def receive(self, timeout_s: float) -> list[tuple[str, ToNode]]:
-        """Return what has arrived, with the address that it came from; none after `timeout_s`."""
+        """Return what has arrived, with the address that it came from; none after `timeout_s`.
+
+        Messages of another release are dropped.
+        """
         ready: list[tuple[Any, int]] = await self._poller.poll(1000 * timeout_s)
-        return [(self._dealers[dealer], decode(await dealer.recv_multipart(), ToNode)) for dealer, _ in ready]
+        found: list[tuple[str, ToNode]] = []
+        for dealer, _ in ready:
+            with suppress(ProtocolError):
+                found.append((self._dealers[dealer], decode(await dealer.recv_multipart(), ToNode)))
+        return found
 
     async def send(self, address: str, message: FromNode) -> None:
         """Send a message, or drop it while that controller is not connected."""

@@ -87,6 +87,7 @@ class Over(Message, frozen=True):
 
     term: int
     reason: str
+    may_join_another: bool = False  # it was only a check: the node looks for a controller again
 
 
 class Rejected(Message, frozen=True):

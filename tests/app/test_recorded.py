@@ -51,7 +51,16 @@ def folder(tmp_path: Path) -> RunFolder:
 def test_a_resume_is_refused_in_one_line_that_names_keys_and_version(folder: RunFolder) -> None:
     before = folder.config.read_text()
     with pytest.raises(ConfigError) as caught:
-        run(None, (), resume=folder.root, accept_changes=False, trust_folder=True, rollout_only=False, train_only=None)
+        run(
+            None,
+            (),
+            resume=folder.root,
+            accept_changes=False,
+            trust_folder=True,
+            rollout_only=False,
+            train_only=None,
+            or_continue=False,
+        )
     assert str(caught.value) == (
         f"--resume: {folder.config}: this version of DORA has no rollout.pause_all, rollout.without_all, "
         "engine.decode_all, trainer.probe_all and 1 more; continue the run with the version that wrote it (0.0.9, "

@@ -17,12 +17,16 @@ import psutil
 
 from dora.journal.run_folder import RunFolder
 from tests.chaos.checker import check
+from tests.chaos.recorded import Follower
 from tests.cluster.network import Host, HostProcess, Network, inner_process
 from tests.e2e.runs import Run, assert_audit_clean, command, settings
 
 TOKEN: Final = "the token of the cluster"
 NODES_PORT: Final = 8423
 RANKS_PORT: Final = 8422
+
+#: Limit of each wait. A cluster starts ten processes, which import torch, on the cores that all tests share.
+PATIENCE_S: Final = 300.0
 
 #: A job as small as its rules allow: a rank on the first node by name, and a server on each of two others. It has more
 #: steps than any test waits for.
@@ -51,7 +55,7 @@ class HostedRun(Run):
         """`folder`: of a run that is resumed."""
         self.host = host
         self._folder = folder
-        super().__init__(*arguments, prefix=host.prefix(DORA_TOKEN=TOKEN))
+        super().__init__(*arguments, prefix=host.prefix(DORA_TOKEN=TOKEN), patience_s=PATIENCE_S)
         self.controller = inner_process(self.process)
 
     def __exit__(self, *_: object) -> None:
@@ -118,6 +122,27 @@ class Cluster:
     def told(self) -> str:
         """What all nodes have said."""
         return "\n".join(f"-- {name}:\n{node.told()}" for name, node in self.nodes.items())
+
+
+class Confirmed:
+    """The version that each instance confirmed last, since it came up, by the journal of a run under way."""
+
+    def __init__(self, run: HostedRun) -> None:
+        self._run = run
+        self._follower = Follower(run.folder.journal)
+        self._versions: dict[int, int] = {}  # by instance
+
+    def on(self, host: Host) -> int | None:
+        """Return that of the instance on a host with one server; None if none is up, or it has confirmed none yet."""
+        for record in self._follower.poll():
+            event = record.get("event", {"type": record["type"]})
+            if event["type"] in ("InstanceUp", "InstanceLost"):
+                self._versions.pop(event["instance"], None)
+            elif event["type"] == "WeightPushFinished":
+                self._versions[event["instance"]] = event["version"]
+        rows = self._run.status()["instances"]
+        here = (row["instance"] for row in rows if f"//{host.address}:" in row["url"])
+        return self._versions.get(next(here, -1))
 
 
 def servers(host: Host) -> list[psutil.Process]:

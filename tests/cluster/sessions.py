@@ -42,7 +42,9 @@ async def session(address: str, token: str, name: str) -> None:
     try:
         while not leaves:
             if term < 0:
-                await end.send(address, Join(protocol=NODE_PROTOCOL, release=release_of("dora-rl"), name=name))
+                await end.send(
+                    address, Join(protocol=NODE_PROTOCOL, release=release_of("dora-rl"), name=name, run_id="")
+                )
             else:
                 await end.send(address, report(name, term, orders))
             for _, message in await end.receive(REPORT_S):

@@ -11,16 +11,27 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.cluster import NODES_PORT, RANKS_PORT, SMALL, Cluster, HostedRun, assert_run_is_right
+from tests.cluster.cluster import (
+    NODES_PORT,
+    PATIENCE_S,
+    RANKS_PORT,
+    SMALL,
+    Cluster,
+    Confirmed,
+    HostedRun,
+    assert_run_is_right,
+)
 from tests.cluster.network import Host, Network, clock_library, missing, network_at
 from tests.cluster.strangers import attack
 from tests.e2e.runs import assert_audit_clean, until
 
-pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(900)]
 
 MB = 1_000_000
 CUT_S = 30.0
 RELEASE = "99.0"
+#: What a node has sent after several handshakes that fail.
+HANDSHAKES_BYTES = 3_000
 
 
 @dataclass
@@ -32,21 +43,17 @@ class Life:
     run: HostedRun
     first: Host
     second: Host
-
-    def row(self, host: Host) -> dict[str, Any]:
-        """The instance on a host; without a version if none is up."""
-        rows = self.run.status()["instances"]
-        return next((row for row in rows if f"//{host.address}:" in row["url"]), {"version": None})
+    confirmed: Confirmed
 
     def until_serves(self, host: Host, version: int = 0) -> None:
-        """Wait until the instance on a host holds this version, or a newer one."""
+        """Wait until the instance on a host has confirmed this version, or a newer one."""
 
         def ask() -> bool:
             assert self.run.process.poll() is None, self.run.told()
-            held = self.row(host)["version"]
-            return held is not None and held >= version
+            confirmed = self.confirmed.on(host)
+            return confirmed is not None and confirmed >= version
 
-        until(ask, what=f"version {version} is served on {host.name}")
+        until(ask, what=f"version {version} on {host.name}", timeout_s=PATIENCE_S)
 
     def newest(self) -> int:
         return int(max(row["version"] for row in self.run.status()["versions"]))
@@ -79,10 +86,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
             cluster.node(trainer)
             for host in (first, second):
                 cluster.node(host)
-            life = Life(network, cluster, run, first, second)
             try:
                 run.until_trained(1)
-                yield life
+                yield Life(network, cluster, run, first, second, Confirmed(run))
             finally:
                 sys.stdout.write(f"{run.told()}\n{cluster.told()}\n")
             run.interrupt()
@@ -159,20 +165,21 @@ def test_a_node_of_another_release_is_refused_in_one_line(life: Life) -> None:
     path = f"{life.network.base / 'release'}:{Path.cwd()}"
     node = life.cluster.node(host, PYTHONPATH=path)
     assert node.wait() == 2
-    [line] = life.cluster.nodes.pop(host.name).told().splitlines()
+    [_, line] = life.cluster.nodes.pop(host.name).told().splitlines()  # the first one says where it looks for a run
     assert line.startswith("dora: ")
     assert RELEASE in line
 
 
-def test_a_node_without_the_token_is_told_so_and_changes_nothing(life: Life) -> None:
-    instances = len(life.run.status()["instances"])
+def test_a_node_with_another_token_takes_no_part(life: Life) -> None:
+    before = life.run.status()["instances"]
     host = life.network.host("node-6")
     node = life.cluster.node(host, DORA_TOKEN="a guess")
+    until(lambda: host.counted()[1] > HANDSHAKES_BYTES, what="some handshakes")
     life.run.until_more(1)
+    assert "takes part" not in life.cluster.nodes.pop(host.name).told()
+    assert [row["url"] for row in life.run.status()["instances"]] == [row["url"] for row in before]
     node.process.terminate()
-    node.wait()
-    assert "DORA_TOKEN" in life.cluster.nodes.pop(host.name).told()
-    assert len(life.run.status()["instances"]) == instances
+    assert node.wait() == 0
     life.network.forget(host)
 
 

@@ -201,11 +201,11 @@ def test_a_rank_of_an_older_controller_publishes_nothing_into_a_resumed_run(
 
     def publish(version: int, when: int, counted: list[int], step: Step) -> None:
         nonlocal published
-        counted.append(1)
+        counted.append(int(folder.fence.read_text()))  # at the first step, the term of the earlier controller
         if len(counted) != when or not memory.is_dir():
             return
         store = VersionStore(
-            memory_root=memory, durable_root=folder.versions, fence=partial(pass_fence, folder.fence, epoch=0)
+            memory_root=memory, durable_root=folder.versions, fence=partial(pass_fence, folder.fence, epoch=counted[0])
         )
         staged = store.stage(version)
         (staged / POLICY).write_text("f" * 32)

@@ -148,5 +148,5 @@ def test_a_status_address_where_nobody_listens_is_one_line(taken_port: int) -> N
 def test_ways_of_running_exclude_each_other(tmp_path: Path) -> None:
     refused(tmp_path, "--rollout-only", "--train-only", str(tmp_path), says="exclude each other; choose one")
     refused(tmp_path, "--train-only", str(tmp_path), says=r"no step-\*.rollout")
-    says = "--push, --drift and --gpus exclude each other; choose one"
+    says = "--push, --drift, --nodes and --gpus exclude each other; choose one"
     assert_one_clear_error(run_to_end("check", "--drift", "--push"), code=2, says=says)

@@ -72,12 +72,6 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
             "--name a b: letters, digits, '-', '_' and '.' are allowed",
             id="a bad name",
         ),
-        pytest.param(
-            {"DORA_CONTROLLER": "no.such.host.invalid:1", "DORA_TOKEN": "t"},
-            (),
-            "DORA_CONTROLLER: no.such.host.invalid:1: ",
-            id="a host without an address",
-        ),
     ],
 )
 def test_input_that_cannot_work_is_one_line_and_exit_code_2(

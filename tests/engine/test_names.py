@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.engine.names import UNCONFIRMED, digest_in, request_id, version_in, version_label
+from dora.engine.names import UNCONFIRMED, digest_in, is_same_run, request_id, version_in, version_label
 
 KEYS = st.tuples(
     st.sampled_from(["a", "ab", "run-7"]),
@@ -38,6 +38,8 @@ def test_the_version_in_a_label_is_known_to_its_own_run_only() -> None:
     assert (label, digest_in(label)) == ("a/run/12-01234567", "01234567")
     assert version_in(label, run_id="a/run") == 12
     assert version_in(label, run_id="run") is None
+    assert is_same_run(label, "a/run/3-89abcdef")
+    assert not any(is_same_run(label, other) for other in ("default", "run/12-01234567", UNCONFIRMED))
 
 
 @pytest.mark.parametrize("label", [UNCONFIRMED, "default", "run/", "run/x-1", "run/²-1", "run/-1"])

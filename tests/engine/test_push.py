@@ -9,20 +9,21 @@ from pathlib import Path
 import pytest
 
 from dora.core.strategies import Pause
-from dora.engine.errors import PushFailed
+from dora.engine.errors import PushFailed, RequestRefused
 from dora.engine.names import UNCONFIRMED
 from dora.engine.paths import map_path
 from dora.engine.sglang import push as push_module
+from dora.engine.sglang.protocol import UNREAD
 from dora.engine.sglang.push import Disk, push
 from dora.engine.sglang.target import PushTarget
 from dora.errors import RemoteError
 
 UNNAME = f"set_label {UNCONFIRMED}"
 CALLS = [
-    *("is_empty", "flush_cache 1", "pause in_place"),
-    *(UNNAME, "update_weights", "flush_cache 2", "resume", "weight_version"),
+    *("is_empty", "flush_cache 1", "pause in_place", "weight_version 1"),
+    *(UNNAME, "update_weights", "flush_cache 2", "resume", "weight_version 2"),
 ]
-STAGES = ["drain", "drain", "pause", "update", "update", "flush after update", "continue", "read back"]
+STAGES = ["drain", "drain", "pause", "pause", "update", "update", "flush after update", "continue", "read back"]
 AFTER_UPDATE = {"update", "flush after update", "read back", "continue"}
 
 
@@ -72,7 +73,8 @@ class Server:
         await self._call(f"set_label {label}", label=label)
 
     async def weight_version(self) -> str:
-        await self._call("weight_version")
+        earlier = sum(call.startswith("weight_version") for call in self.calls)
+        await self._call(f"weight_version {earlier + 1}")
         return self.label
 
 
@@ -146,6 +148,21 @@ async def test_weights_that_are_found_wrong_once_the_server_serves_again_are_dou
     assert (failed.value.stage, failed.value.doubtful, server.is_paused) == ("verify", True, False)
 
 
+@pytest.mark.parametrize(("before", "after"), [("theirs", "theirs"), ("run/1", UNCONFIRMED)])
+@pytest.mark.parametrize("reason", [f"{UNREAD}: no such folder", "Failed to update weights: out of memory"])
+async def test_a_folder_that_a_server_cannot_read_leaves_the_label_that_others_gave_it(
+    before: str, after: str, reason: str
+) -> None:
+    class Refuses(Server):
+        async def update_weights(self, folder: str, label: str, *, timeout_s: float) -> None:
+            raise RequestRefused(reason, status=400, retryable=False)
+
+    server = Refuses(label=before)
+    with pytest.raises(PushFailed, match=reason):
+        await push_to(server)
+    assert server.label == (after if UNREAD in reason else UNCONFIRMED)
+
+
 async def test_a_request_that_arrives_during_the_push_makes_it_doubtful() -> None:
     class SlipsIn(Server):
         async def update_weights(self, folder: str, label: str, *, timeout_s: float) -> None:
@@ -209,8 +226,11 @@ def test_the_longest_prefix_in_whole_components_is_mapped(folder: str, seen: str
 
 
 LIVE_CALLS = {
-    "in_place": ["pause in_place", UNNAME, "update_weights", "resume", "weight_version"],
-    "retract": ["pause retract", UNNAME, "update_weights", "flush_cache 1", "resume", "weight_version"],
+    "in_place": ["pause in_place", "weight_version 1", UNNAME, "update_weights", "resume", "weight_version 2"],
+    "retract": [
+        *("pause retract", "weight_version 1"),
+        *(UNNAME, "update_weights", "flush_cache 1", "resume", "weight_version 2"),
+    ],
 }
 
 

@@ -23,11 +23,12 @@ STAGES = {
     "drain": ("/v1/loads", 1),
     "flush": ("/flush_cache", 1),  # the last step of the drain
     "pause": ("/pause_generation", 1),
+    "label before": ("/model_info", 1),  # the last step of the pause
     "label": ("/update_weight_version", 1),  # the first step of the update
     "update": ("/update_weights_from_disk", 1),
     "flush after update": ("/flush_cache", 2),
     "continue": ("/continue_generation", 1),
-    "read back": ("/model_info", 1),
+    "read back": ("/model_info", 2),
 }
 AFTER_UPDATE = {"update", "flush after update", "read back", "continue"}
 CHANGED_BUT_400 = "Weights were updated, but the cache was not flushed because requests are resident."
@@ -125,7 +126,7 @@ async def test_a_server_that_dies_during_a_push_is_doubtful_unless_it_was_not_to
     sglang.dies_at, sglang.dies_after_acting = STAGES[stage], dies_after_acting
     with pytest.raises(PushFailed, match="the connection broke off") as failed:
         await push_to(client, sglang)
-    assert failed.value.stage == {"flush": "drain", "label": "update"}.get(stage, stage)
+    assert failed.value.stage == {"flush": "drain", "label before": "pause", "label": "update"}.get(stage, stage)
     assert failed.value.doubtful is (failed.value.stage != "drain")  # from the pause on: it may have stayed paused
 
 

@@ -14,6 +14,7 @@ from tests.mutants import (
     limits,
     models,
     nodes,
+    relay,
     takeovers,
     templates,
     trust,
@@ -824,16 +825,16 @@ _ACCESS: Final = (
             "    router.setsockopt(zmq.CURVE_SECRETKEY, _controller_key(token))\n"
             "    router.setsockopt(zmq.CURVE_SERVER, 1)\n"
             "    _limit(router, MAX_TO_CONTROLLER_BYTES)\n\n\n"
-            "def guard_trainer(dealer: zmq.Socket[Any], token: str, *, "
-            "max_bytes: int = MAX_TO_TRAINER_BYTES) -> None:\n"
+            "def guard_trainer(dealer: zmq.Socket[Any], token: str, *, max_bytes: int = MAX_TO_TRAINER_BYTES)"
+            " -> None:\n"
             '    """Connect only to a holder of the token; call before `connect`."""\n'
             "    dealer.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(_controller_key(token)))\n"
             "    public, secret = zmq.curve_keypair()\n"
             "    dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)\n"
             "    dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)\n",
             "    _limit(router, MAX_TO_CONTROLLER_BYTES)\n\n\n"
-            "def guard_trainer(dealer: zmq.Socket[Any], token: str, *, "
-            "max_bytes: int = MAX_TO_TRAINER_BYTES) -> None:\n",
+            "def guard_trainer(dealer: zmq.Socket[Any], token: str, *, max_bytes: int = MAX_TO_TRAINER_BYTES)"
+            " -> None:\n",
             "test_a_wrong_token_is_named_on_both_ends_and_logged_once",
         ),
         (
@@ -1201,5 +1202,6 @@ MUTANTS: Final = (
     *nodes.MUTANTS,
     *takeovers.MUTANTS,
     *templates.MUTANTS,
+    *relay.MUTANTS,
     *trust.MUTANTS,
 )

@@ -24,8 +24,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "node-does-not-follow-a-new-controller",
-            "isinstance(message, NodeWelcome) and message.term > self._term",
-            "isinstance(message, NodeWelcome) and self._term < 0",
+            "if message.term > self._term or self._first_instance",
+            "if self._term < 0 or self._first_instance",
             "test_servers_stay_at_a_change_of_controller_and_ranks_end",
         ),
         (
@@ -71,14 +71,14 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "versions-unknown-to-a-new-controller-kept",
-            "dict.fromkeys(self._fetches) | await asyncio.to_thread(self._stored)",
-            "dict.fromkeys(self._fetches)",
+            "            if order is None or self._manifests",
+            "            if order is not None and self._manifests",
             "test_versions_that_a_new_controller_does_not_know_are_deleted_and_others_stay",
         ),
         (
             "version-of-an-earlier-controller-kept-with-other-files",
-            "if files is None or files != wanted.get(version)]",
-            "if files is None or version not in wanted]",
+            "order is None or self._manifests.get(version, _manifest(version, order)) != _manifest(version, order):",
+            "order is None:",
             "test_a_version_with_other_bytes_than_the_journaled_ones_is_replaced",
         ),
         (

@@ -21,13 +21,13 @@ def require(*overrides: str) -> None:
     "overrides",
     [
         (),
-        ("trainer.device=cuda", "nodes.expected=3"),
+        ("trainer.device=cuda", "engine.device=cuda", "nodes.expected=3"),
         ("trainer.device=cuda", 'trainer.command=["train-elsewhere"]'),
         ("engine.device=cuda", 'engine.command=["serve-elsewhere", "{port}"]'),
         ("engine.device=cuda", 'engine.urls=["http://a", "http://b", "http://c"]'),
     ],
 )
-def test_custom_commands_are_not_checked_for_devices(overrides: tuple[str, ...]):
+def test_custom_commands_and_nodes_are_not_checked_for_devices(overrides: tuple[str, ...]):
     require(*overrides)
 
 

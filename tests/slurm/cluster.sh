@@ -11,6 +11,7 @@ folder=$1 nodes=$2 port=17000
 mkdir --parents "$folder"/{state,spool,munge}
 { cat /etc/hosts; seq --format='127.0.0.1 n%g' "$nodes"; } >"$folder/hosts"
 ip link set lo up
+ip address add 10.0.0.1/32 dev lo # or getaddrinfo() would find that there is no IPv4
 mount --bind "$folder/hosts" /etc/hosts
 
 cat >"$folder/slurm.conf" <<END
@@ -29,7 +30,7 @@ TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
 SelectType=select/cons_tres
-ReturnToService=2
+ReturnToService=0
 InactiveLimit=0
 KillWait=10
 $(for i in $(seq "$nodes"); do

@@ -109,6 +109,7 @@ def test_a_run_outlives_a_node_that_is_set_down_and_takes_one_of_another_job_in_
     slurm.until_told(log, r"(node new has joined with instances)")
     until(lambda: slurm.is_over(number), what="the end of the job", timeout_s=END_S)
     assert "finished: all 60 steps are trained" in slurm.told(log), slurm.told(log)
+    assert "JobState=COMPLETED" in slurm.call("scontrol", "show", "job", f"{number}")
     until(lambda: slurm.is_over(number + 1), what="the end of the other job")
     assert "all 60 steps are trained" in slurm.told("new.log")
     [folder] = (slurm.folder / "runs").iterdir()

@@ -47,7 +47,7 @@ def flood(port: int, said: bytes) -> None:
         for _ in range(NUM_NEIGHBORS):
             with suppress(OSError):
                 one = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5.0))
-                one.settimeout(0.05)
+                one.settimeout(0.01)
                 one.sendall(said)
 
 

@@ -29,6 +29,9 @@ LOADS: Final = "/v1/loads"
 GET_LOAD: Final = "/get_load"  # older form of /v1/loads; not used by the client
 METRICS: Final = "/metrics"
 
+#: How a server refuses a disk update whose folder it cannot read; nothing has changed then.
+UNREAD: Final = "Failed to get weights iterator"
+
 #: Last event of every stream.
 DONE: Final = "[DONE]"
 

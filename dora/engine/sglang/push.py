@@ -22,8 +22,9 @@ from typing import Final, Literal, Protocol
 from dora.core.strategies import Pause
 from dora.engine.api import OnStage, PushStage, no_stage
 from dora.engine.errors import PushFailed, RequestRefused
-from dora.engine.names import UNCONFIRMED
+from dora.engine.names import UNCONFIRMED, is_same_run
 from dora.engine.paths import map_path
+from dora.engine.sglang.protocol import UNREAD
 from dora.engine.sglang.target import PushTarget
 from dora.errors import RemoteError
 
@@ -109,7 +110,7 @@ async def push(
                 await _wait_until_empty(server)
             progress.enter("pause")
             try:
-                await _replace_weights(server, update, live=live, progress=progress)
+                await _replace_weights(server, update, label=label, live=live, progress=progress)
             except BaseException:  # including cancellation: a paused server would block all later requests
                 await _resume_after_failure(server, progress)
                 raise
@@ -138,13 +139,19 @@ async def _wait_until_empty(server: PushTarget) -> None:
 
 
 async def _replace_weights(
-    server: PushTarget, update: Callable[[], Awaitable[None]], *, live: Pause | None, progress: _Progress
+    server: PushTarget, update: Callable[[], Awaitable[None]], *, label: str, live: Pause | None, progress: _Progress
 ) -> None:
     await server.pause(live or "in_place")
+    before = await server.weight_version()
     progress.enter("update")
     progress.doubtful = True
     await server.set_label(UNCONFIRMED)
-    await update()
+    try:
+        await update()
+    except RequestRefused as err:
+        if UNREAD in str(err) and not is_same_run(before, label):
+            await server.set_label(before)  # the server belongs to others, who may continue with it
+        raise
     progress.enter("flush after update")
     if live != "in_place" and not await server.flush_cache() and live is None:
         # (SGLang before 0.5.21 refuses while retracted requests are queued; what it keeps has the old version's key.)

@@ -1,0 +1,123 @@
+"""Waits for the nodes of a configuration; reports what they have, and how fast a version reaches each. Changes nothing.
+
+The version is the model itself, which takes the way that versions take in a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from dora.app.nodes import connects, require_token
+from dora.app.opening import publish_model
+from dora.app.settings import live_bytes
+from dora.config.schema import Config
+from dora.core.ids import FIRST_VERSION
+from dora.errors import ConfigError
+from dora.node.cluster import Cluster, ClusterSettings
+from dora.node.place import Place
+from dora.seed.policy import model_folder
+from dora.tls import TlsFiles
+from dora.weights.store import Manifest, VersionStore
+
+#: Time in which all nodes must join, and then in which the model must reach all of them.
+JOIN_TIMEOUT_S: Final = 120.0
+ARRIVAL_TIMEOUT_S: Final = 600.0
+#: A clock that differs by more than this makes logs hard to compare; nothing else depends on it.
+CLOCK_S: Final = 2.0
+
+#: Receives a topic and a text.
+Report = Callable[[str, str], None]
+
+
+async def check_nodes(config: Config, report: Report) -> bool:
+    """Report on all nodes; return whether all are there and receive versions."""
+    require_token(config)
+    if not config.nodes.expected:
+        raise ConfigError("--nodes: nodes.expected is 0, so the run has no nodes; set it")
+    model = model_folder(config.model.path)
+    with tempfile.TemporaryDirectory(prefix="dora-check-") as folder:
+        root = Path(folder)
+        store = VersionStore(memory_root=root / "versions", durable_root=root / "versions")
+        manifest = await asyncio.to_thread(publish_model, store, model)
+        settings = ClusterSettings(
+            run_id=f"check-{secrets.token_hex(4)}",
+            term=0,
+            token=config.trainer.token or "",
+            live_bytes=live_bytes(config, model),
+            known={},
+            save=lambda known: None,
+            tell=partial(report, "nodes"),
+            connects=partial(connects, tls=TlsFiles.of(config.nodes.tls)),
+        )
+        async with Cluster.listening(config, settings, store=store, checkpoints=root) as cluster:
+            are_here = await _report_nodes(cluster, config, live_bytes(config, model), report)
+            arrived = await _report_links(cluster, config, manifest, report)
+            await cluster.end("the check is over", may_join_another=True)
+    return are_here and arrived
+
+
+async def _report_nodes(cluster: Cluster, config: Config, needed: int, report: Report) -> bool:
+    places = cluster.places
+
+    def are_here() -> bool:
+        return all(place.report is not None for place in places)
+
+    try:
+        async with asyncio.timeout(JOIN_TIMEOUT_S):
+            await cluster.wait_until(are_here)
+    except TimeoutError:
+        pass  # what is missing is reported
+    for place in places:
+        report(f"node {place.number}", _about(place, config, needed))
+    return are_here()
+
+
+def _about(place: Place, config: Config, needed: int) -> str:
+    what = "ranks" if place.has_ranks else f"{config.servers_of_node} servers"
+    found = place.report
+    if found is None:
+        return f"MISSING ({what}): {place.lost}"
+    room = "enough" if found.shared_bytes >= needed else f"less than the {needed / 2**30:.2f} GB needed: on disk then"
+    facts = [
+        f"{place.name}, {what}",
+        f"{found.gpus} GPUs",
+        f"{found.memory_bytes / 2**30:.0f} GB of memory",
+        f"{found.shared_bytes / 2**30:.2f} GB for versions ({room})",
+        f"{config.engine.kind} {found.engine or 'NOT INSTALLED'}",
+        f"at {found.relay.url}",
+    ]
+    if abs(place.clock_ahead_s) > CLOCK_S:
+        facts.append(f"its clock is {place.clock_ahead_s:+.0f} s off")
+    return ", ".join(facts)
+
+
+async def _report_links(cluster: Cluster, config: Config, manifest: Manifest, report: Report) -> bool:
+    """Have all nodes receive the model, one from the other, and report when each has it."""
+    began = time.monotonic()
+    cluster.spread.hold(manifest)
+    waiting = [place for place in cluster.places if place.report is not None and not place.has_ranks]
+    try:
+        async with asyncio.timeout(ARRIVAL_TIMEOUT_S):
+            while waiting:
+                await cluster.wait_until(lambda: any(map(_has_it, waiting)))
+                for place in [place for place in waiting if _has_it(place)]:
+                    waiting.remove(place)
+                    seconds, size = time.monotonic() - began, manifest.num_bytes / 2**20
+                    rate = f"{size / seconds:.0f} MB/s"
+                    report("version", f"{place.name}: {size:.1f} MB after {seconds:.2f} s ({rate})")
+    except TimeoutError:
+        for place in waiting:
+            problem = place.report.problem if place.report is not None else place.lost
+            report("version", f"{place.name}: NOT RECEIVED within {ARRIVAL_TIMEOUT_S:g} s; {problem}")
+    return not waiting
+
+
+def _has_it(place: Place) -> bool:
+    return place.report is not None and FIRST_VERSION in place.report.versions
