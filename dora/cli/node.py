@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import time
 from pathlib import Path
 
 import uvloop
@@ -17,6 +18,10 @@ from dora.config.load import read_secret
 from dora.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
+MAX_PORT = 65_535
+#: Time in which the name of the controller must get an address, and the pause between two looks.
+NAME_TIMEOUT_S = 600.0
+NAME_PAUSE_S = 2.0
 _CONTROLLER = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:,/]+):\d{1,5}")
 
 
@@ -53,9 +58,9 @@ def _on_signal(leave: asyncio.Event) -> None:
 def _controllers(text: str) -> tuple[str, ...]:
     if not text:
         raise ConfigError("DORA_CONTROLLER is not set: give the address of the controller as HOST:PORT")
-    addresses = tuple(word.strip().removeprefix("tcp://") for word in text.split(","))
+    addresses = tuple(dict.fromkeys(word.strip().removeprefix("tcp://") for word in text.split(",")))
     for address in addresses:
-        if not _CONTROLLER.fullmatch(address):
+        if not _CONTROLLER.fullmatch(address) or int(address.rpartition(":")[2]) > MAX_PORT:
             raise ConfigError(f"DORA_CONTROLLER: {address} is not an address; write it as HOST:PORT")
     return addresses
 
@@ -63,12 +68,28 @@ def _controllers(text: str) -> tuple[str, ...]:
 def _own_address(controller: str) -> str:
     """Return the address of the interface that leads to the controller; nothing is sent."""
     host, _, port = controller.rpartition(":")
+    _await_name(host.strip("[]"))
     try:
         family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(where)
             return str(probe.getsockname()[0])
     except OSError as err:
-        raise ConfigError(
-            f"DORA_CONTROLLER: {controller}: {err.strerror}; give --address if it has no name yet"
-        ) from err
+        raise ConfigError(f"DORA_CONTROLLER: {controller}: {err.strerror}") from err
+
+
+def _await_name(host: str) -> None:
+    """Wait until a name resolves: a scheduler may give the controller its name after this node has started."""
+    until = time.monotonic() + NAME_TIMEOUT_S
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror as err:
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"DORA_CONTROLLER: {host}: {err.strerror} (tried for {NAME_TIMEOUT_S:g} s); correct it"
+                ) from err
+        if until - time.monotonic() > NAME_TIMEOUT_S - NAME_PAUSE_S:
+            tell(f"{host} has no address yet; waiting")
+        time.sleep(NAME_PAUSE_S)

@@ -92,8 +92,6 @@ class _Agent:
         if isinstance(message, NodeWelcome):
             if message.term > self._term or self._first_instance != message.first_instance:
                 await self._take_part(message, address)
-                self._term, self._followed = message.term, address
-                self._changed.set()
         elif isinstance(message, NodeOrders) and message.term == self._term and self._member is not None:
             await self._member.follow(message)
 
@@ -102,11 +100,13 @@ class _Agent:
         return self._member.first_instance if self._member is not None else None
 
     async def _take_part(self, welcome: NodeWelcome, address: str) -> None:
-        if self._member is None:
-            self._member = await Member.enter(self._stack, self._settings, welcome, on_change=self._changed.set)
-        host = address.rpartition(":")[0]
-        await self._member.change_controller(welcome, controller=host)
-        self._settings.tell(f"takes part in {welcome.run_id}; logs: {self._member.logs}")
+        member = self._member
+        if member is None:
+            member = await Member.enter(self._stack, self._settings, welcome, on_change=self._changed.set)
+        await member.change_controller(welcome, controller=address.rpartition(":")[0])
+        self._settings.tell(f"takes part in {welcome.run_id}; logs: {member.logs}")
+        self._member, self._term, self._followed = member, welcome.term, address
+        self._changed.set()
 
     def _require_controller(self) -> None:
         """RunFailed if no controller is left."""

@@ -242,9 +242,7 @@ async def test_a_controller_that_was_replaced_ends(tmp_path: Path) -> None:
         with Peer(there.address, "n") as peer:
             await peer.join()
             await peer.send(Superseded(term=5))
-            with pytest.raises(
-                RunFailed, match=r"another controller has taken over the run \(term 5, this one has 4\)"
-            ):
+            with pytest.raises(RunFailed, match=r"another controller has taken over .* \(term 5, this one has 4\)"):
                 async with asyncio.timeout(WAIT_S):
                     await ended
             with pytest.raises(RunFailed):  # and so does whoever waits for a node
