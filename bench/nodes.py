@@ -127,12 +127,12 @@ async def measure(report: Report, count: int, folder: Path) -> None:
                 await cluster.changes.until(lambda: all(place.report is not None for place in cluster.places))
                 joined_s = time.perf_counter() - begun
                 report.row(f"{count} nodes join", joined_s, "s", bar="figure <= 3")
-                report.row("event loop meanwhile, p99 of its lag", lag.take_p99_ms(), "ms", bar="figure <= 50")
+                report.row("event loop while they join, p99 of its lag", lag.take_p99_ms(), "ms", bar="figure <= 50")
                 await asyncio.sleep(5)
                 report.row("event loop at rest, p99 of its lag", lag.take_p99_ms(), "ms", bar="figure <= 50")
                 version_s = await churn(cluster, store)
             report.row("a version is held by all", version_s, "s", against=f"{FILES} files")
-            report.row("event loop meanwhile, p99 of its lag", lag.take_p99_ms(), "ms", bar="figure <= 50")
+            report.row("event loop while versions change, p99 of its lag", lag.take_p99_ms(), "ms", bar="figure <= 50")
             report.row("memory at its peak", peak_mb(), "MB", against=f"{number(before_mb)} MB before",
                        bar="figure <= 200")  # fmt: skip
             await cluster.end("measured")

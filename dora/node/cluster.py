@@ -224,7 +224,7 @@ class Cluster:
             changed = self.changes.next()
             for place, versions in zip([*self.places], self.spread.orders(), strict=True):
                 await self._send_orders(place, versions)
-            await changed
+            await changed.wait()
 
     # -- nodes --------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -47,9 +47,9 @@ class Changes:
         self._event.set()
         self._event = asyncio.Event()
 
-    def next(self) -> Awaitable[object]:
-        """Return what waits for the first change from now on."""
-        return self._event.wait()
+    def next(self) -> asyncio.Event:
+        """Return what is set by the first change from now on."""
+        return self._event
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         while not is_so():

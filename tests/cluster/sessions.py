@@ -38,34 +38,27 @@ ANY: Report = replace(made(Report, text="what a node says of itself"), servers={
 
 async def session(address: str, token: str, name: str) -> None:
     end = NodeEnd((address,), token=token)
-    term, orders, leaves = -1, None, False
+    join = Join(protocol=NODE_PROTOCOL, release=release_of("dora-rl"), name=name, run_id="")
+    relay = RelaySource(url=f"http://{name}.invalid:8500", key=name * 8)
+    report = replace(ANY, term=-1, serial=-1, relay=relay, versions={}, is_leaving=False)
     try:
-        while not leaves:
-            if term < 0:
-                await end.send(
-                    address, Join(protocol=NODE_PROTOCOL, release=release_of("dora-rl"), name=name, run_id="")
-                )
-            else:
-                await end.send(address, report(name, term, orders))
+        while True:
+            await end.send(address, join if report.term < 0 else report)
             for _, message in await end.receive(REPORT_S):
                 if isinstance(message, NodeWelcome):
-                    term = message.term
+                    report = replace(report, term=message.term)
                 elif isinstance(message, NodeOrders):
-                    orders = message
-                elif isinstance(message, Over | Rejected):
-                    assert isinstance(message, Over), message.reason
-                    leaves = True
+                    report = replace(report, serial=message.serial, versions=held(report, message))
+                elif isinstance(message, Over):
+                    return
+                assert not isinstance(message, Rejected), message.reason
     finally:
         end.close()
 
 
-def report(name: str, term: int, orders: NodeOrders | None) -> Report:
-    held = (
-        {version: f"/held/{version}" for version, order in orders.versions.items() if order.sources} if orders else {}
-    )
-    serial = orders.serial if orders is not None else -1
-    relay = RelaySource(url=f"http://{name}.invalid:8500", key=name * 8)
-    return replace(ANY, term=term, serial=serial, relay=relay, versions=held, is_leaving=False)
+def held(report: Report, orders: NodeOrders) -> dict[int, str]:
+    """The versions that it holds once it has followed its orders."""
+    return {v: f"/held/{v}" for v, order in orders.versions.items() if order.sources or v in report.versions}
 
 
 async def main(address: str, token: str, first: int, number: int) -> None:

@@ -6,11 +6,13 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version as release_of
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dora.transport.node_messages import NODE_PROTOCOL, Join
 from tests.cluster.cluster import (
     NODES_PORT,
     PATIENCE_S,
@@ -24,12 +26,15 @@ from tests.cluster.cluster import (
 from tests.cluster.network import Host, Network, clock_library, missing, network_at
 from tests.cluster.strangers import attack
 from tests.e2e.runs import assert_audit_clean, until
+from tests.transport.peers import hello
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(900)]
 
 MB = 1_000_000
 CUT_S = 30.0
 RELEASE = "99.0"
+#: The name of a node that takes part.
+JOIN = Join(protocol=NODE_PROTOCOL, release=release_of("dora-rl"), name="node-0", run_id="")
 #: What a node has sent after several handshakes that fail.
 HANDSHAKES_BYTES = 3_000
 
@@ -188,7 +193,7 @@ def test_strangers_at_the_ports_of_a_controller_change_nothing(life: Life, port:
     host = life.network.host(f"stranger-{port}")
     address = life.run.host.address
     before, instances = memory_of(life.run), life.run.status()["instances"]
-    attack(host, address, port)
+    attack(host, address, port, messages=(JOIN, hello()))
     life.run.until_more(1)
     assert memory_of(life.run) - before < 8 * MB
     assert [row["url"] for row in life.run.status()["instances"]] == [row["url"] for row in instances]
