@@ -84,8 +84,9 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
 
 
 def _capacity_problems(config: Config) -> Iterator[str]:
-    if config.rollout.strategy == "dora" and config.max_staleness + 1 > config.num_instances:
+    if config.rollout.strategy == "dora" and 0 < config.num_instances < config.max_staleness + 1:
         more = "list more engine.urls" if not config.num_managed else "raise engine.instances"
+        more = "raise nodes.expected or nodes.servers" if config.nodes.expected else more
         yield (
             f"rollout.max_staleness: K = {config.max_staleness} keeps up to {config.max_staleness + 1} versions alive, "
             f"but there are {config.num_instances} instances; lower K or {more}"
@@ -104,7 +105,7 @@ def _address_problems(config: Config) -> Iterator[str]:
             yield f"engine.urls: {url} is not a server address; write it as http://HOST:PORT"
     for url in sorted({url for url in config.engine.urls if config.engine.urls.count(url) > 1}):
         yield f"engine.urls: {url} is listed twice; a server is one instance and holds one version at a time"
-    if not config.num_instances:
+    if not config.num_instances and not config.nodes.expected:
         yield "engine.instances: 0 leaves the run without a server; raise it or give engine.urls"
     if not _LISTEN_ADDRESS.fullmatch(config.trainer.address):
         yield f"trainer.address: cannot listen on {config.trainer.address}; write it as tcp://HOST:PORT"
@@ -125,7 +126,7 @@ def _node_problems(config: Config) -> Iterator[str]:
             f"nodes.expected: {training} nodes train and none is left to roll out; raise it, or lower nodes.train "
             "(0: the ranks run on this host)"
         )
-    if training and config.trainer.ranks % training:
+    elif training and config.trainer.ranks % training:
         yield f"nodes.train: {config.trainer.ranks} trainer.ranks cannot be divided equally among {training} nodes"
     if config.engine.instances is not None:
         yield "engine.instances: with nodes, nodes.servers says how many servers each has; remove it"

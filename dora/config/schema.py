@@ -590,7 +590,7 @@ class Config(Section):
     def num_managed(self) -> int:
         """Number of servers that the run starts."""
         if self.nodes.expected:
-            return self.servers_of_node * (self.nodes.expected - self.num_training_nodes)
+            return self.servers_of_node * max(0, self.nodes.expected - self.num_training_nodes)
         if self.engine.instances is not None:
             return self.engine.instances
         return 0 if self.engine.urls else DEFAULT_INSTANCES

@@ -73,8 +73,10 @@ def pid_of(state: ProcessState) -> int:
     return int(state.url.rpartition(":")[2])
 
 
-def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+def children(code: str) -> list[psutil.Process]:
+    """Return the children of this process that run `code`; other tests have others."""
+    alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in alive if code in child.cmdline()]
 
 
 @pytest.fixture
@@ -100,7 +102,7 @@ async def test_of_quick_orders_the_last_one_counts_and_one_process_runs(node: No
         followed.process.follow(start)
         await asyncio.sleep(0)  # each one begins
     state = await followed.up(4)
-    assert [child.pid for child in children()] == [pid_of(state)]
+    assert [child.pid for child in children(CODE)] == [pid_of(state)]
 
 
 async def test_an_order_that_comes_while_a_process_is_ended_is_followed_after_it(node: Node) -> None:
@@ -114,7 +116,7 @@ async def test_an_order_that_comes_while_a_process_is_ended_is_followed_after_it
     followed.process.follow(3)
     second = await followed.up(3)
     assert not psutil.pid_exists(pid_of(first))
-    assert [child.pid for child in children()] == [pid_of(second)]
+    assert [child.pid for child in children(CODE)] == [pid_of(second)]
 
 
 async def test_each_start_has_a_key_of_its_own_unless_one_is_configured(node: Node, tmp_path: Path) -> None:
