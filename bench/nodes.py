@@ -110,6 +110,7 @@ async def measure(report: Report, count: int, folder: Path) -> None:
         token=TOKEN,
         live_bytes=1,
         known={},
+        removed=(),
         save=lambda known: files.replace(folder / "nodes", msgspec.json.encode(known)),
         tell=told.append,
         connects=lambda _: True,

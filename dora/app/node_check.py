@@ -52,6 +52,7 @@ async def check_nodes(config: Config, report: Report) -> bool:
             token=config.trainer.token or "",
             live_bytes=live_bytes(config, model),
             known={},
+            removed=(),
             save=lambda known: None,
             tell=partial(report, "nodes"),
             connects=partial(connects, tls=TlsFiles.of(config.nodes.tls)),

@@ -65,6 +65,7 @@ async def open_cluster(opened: Opened) -> AsyncIterator[Cluster]:
         token=config.trainer.token,
         live_bytes=live_bytes(config, job.inputs.model),
         known=opened.nodes,
+        removed=job.state.removed,
         save=lambda known: files.replace(folder.nodes, msgspec.json.encode(known)),
         tell=opened.tell,
         connects=partial(connects, tls=TlsFiles.of(config.nodes.tls)),

@@ -11,7 +11,7 @@ or missed health checks, and is cancelled by `dismiss`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -117,11 +117,12 @@ class Fleet:
         inbox: Inbox,
         in_flight: InFlight,
         rows: Mapping[InstanceId, Instance],
+        removed: Collection[InstanceId],
         version_of: Callable[[str], VersionId],
         now: Callable[[], float],
     ) -> None:
-        """`rows` is the core's instance table, which is read only. `version_of` returns the journaled version with a
-        label, or FOREIGN_VERSION."""
+        """`rows` is the core's instance table, which is read only; `removed` has the instances that have left, whose
+        numbers are not given again. `version_of` returns the journaled version with a label, or FOREIGN_VERSION."""
         self._engine = engine
         self._limits = limits
         self._inbox = inbox
@@ -133,7 +134,7 @@ class Fleet:
         for instance, member in self._members.items():
             if instance in rows:
                 member.incarnation = rows[instance].incarnation
-        self._next = InstanceId(max([len(servers) - 1, *rows]) + 1)
+        self._next = InstanceId(max([len(servers) - 1, *rows, *removed]) + 1)
         self._keepers: asyncio.TaskGroup | None = None
         self.urls: dict[InstanceId, str] = {}  #: of the instances that are up
         self.down: dict[InstanceId, Down] = {}  #: the instances that are not

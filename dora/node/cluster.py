@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version as release_of
@@ -82,6 +82,7 @@ class ClusterSettings:
     token: str
     live_bytes: int  # for which live versions need room on each node
     known: Known  # from earlier starts
+    removed: Collection[InstanceId]  # of nodes that have left; their numbers are not given again
     save: Callable[[Known], None]
     tell: Callable[[str], None]
     connects: Callable[[RelaySource], bool | None]  # whether a relay answers this host; None: nothing does; blocks
@@ -165,7 +166,8 @@ class Cluster:
         """Return the first instance of a place that the run begins with."""
         config = self._config
         rolling = number - config.num_training_nodes
-        return len(config.engine.urls) + rolling * config.servers_of_node if rolling >= 0 else None
+        first = InstanceId(len(config.engine.urls) + rolling * config.servers_of_node)
+        return first if rolling >= 0 and first not in self._settings.removed else None
 
     # -- loops --------------------------------------------------------------------------------------------------------
 
@@ -259,9 +261,10 @@ class Cluster:
                 return
             place.first_instance = self.on_new_servers(place)
         if place.identity != identity:
+            if place.identity is not None:
+                self._lose(place, "its process was started again")
             self._asked.pop(join.name, None)
-            place.name, place.identity, place.report, place.orders = join.name, identity, None, None
-            place.lost = "it has not reported yet"
+            place.name, place.identity, place.lost = join.name, identity, "it has not reported yet"
             self._save()
         place.heard_at = time.monotonic()
         welcome = NodeWelcome(
@@ -307,14 +310,20 @@ class Cluster:
         if place.report is None:
             self._start_check(place, self._admit(place, report))
             return
-        if report.is_leaving and not place.report.is_leaving and not place.has_ranks:
-            self._settings.tell(f"node {place.name} leaves: its instances are drained")
-            self.on_leaving(place)
+        self._note_wishes(place, place.report, report)
         if was_silent or place.report != replace(
             report, clock=place.report.clock, shared_bytes=place.report.shared_bytes
         ):
             place.report = report
             self.changes.tell()
+
+    def _note_wishes(self, place: Place, before: Report | None, report: Report) -> None:
+        """Tell the user what is new, and let a node leave that wants to."""
+        if report.problem and (before is None or report.problem != before.problem):
+            self._settings.tell(f"node {place.name}: {report.problem}")
+        if report.is_leaving and not (before is not None and before.is_leaving) and not place.has_ranks:
+            self._settings.tell(f"node {place.name} leaves: its instances are drained")
+            self.on_leaving(place)
 
     def _start_check(self, place: Place, check: Coroutine[Any, Any, None]) -> None:
         """Run a check of a place, unless one is under way."""
@@ -341,6 +350,7 @@ class Cluster:
             await self._hub.send(identity, Rejected(reason=reason))
             self._lose(place, reason)
             return
+        self._note_wishes(place, None, report)
         place.report, place.lost = report, ""
         place.servers = {index: server.start for index, server in report.servers.items() if server.phase == "up"}
         joined = sum(place.report is not None for place in self.places)

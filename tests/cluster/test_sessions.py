@@ -42,6 +42,7 @@ class Controller:
             token=TOKEN,
             live_bytes=1,
             known={},
+            removed=(),
             save=self._save,
             tell=self.told.append,
             connects=lambda _: True,

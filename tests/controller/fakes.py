@@ -438,6 +438,7 @@ def make_fleet(
         inbox=inbox,
         in_flight=in_flight,
         rows=rows,
+        removed=(),
         version_of=version_of,
         now=now,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 class Kept:
     """A fleet of fakes, what it says, and what is resident on it."""
 
-    def __init__(self, count: int, **changes: Any) -> None:
+    def __init__(self, count: int, *, removed: Sequence[InstanceId] = (), **changes: Any) -> None:
         self.servers = [FakeServer(f"http://engine-{i}") for i in range(count)]
         self.engines = FakeEngines(1, count=count)
         self.inbox = Inbox()
@@ -56,6 +56,7 @@ class Kept:
             inbox=self.inbox,
             in_flight=self,  # type: ignore[arg-type]
             rows=self.rows,
+            removed=removed,
             version_of=self.published.version_of,
             now=lambda: 0.0,
         )
@@ -515,3 +516,9 @@ async def test_an_external_server_is_never_killed_and_left_unpaused(server: Scri
         server.answers["/continue_generation"] = server.answers["/health"]
         await external.stop()
     assert server.paths() == ["/continue_generation"]
+
+
+async def test_the_number_of_an_instance_that_has_left_is_not_given_again() -> None:
+    async with keeping(Kept(1, removed=[InstanceId(4)])) as kept:
+        await kept.next()
+        assert kept.fleet.join("http://another", slots=4) == 5

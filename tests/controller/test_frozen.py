@@ -55,6 +55,7 @@ async def test_a_frozen_server_without_work_is_lost_by_its_health_and_comes_back
             inbox=inbox,
             in_flight=in_flight,
             rows=rows,
+            removed=(),
             version_of=lambda label: FOREIGN_VERSION,
             now=lambda: 0.0,
         )

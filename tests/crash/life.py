@@ -316,6 +316,7 @@ class World:
             inbox=opened.inbox,
             in_flight=opened.in_flight,
             rows=opened.job.state.instances,
+            removed=opened.job.state.removed,
             version_of=opened.published.version_of,
             now=opened.now,
         )

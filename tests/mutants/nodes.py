@@ -171,7 +171,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "lost-node-stays-a-source",
             "        if held is not Holding.GONE:\n            earlier = position",
             "        earlier = position",
-            "test_all_that_stay_receive_the_version_whoever_vanishes",
+            "test_a_source_is_complete_or_earlier_in_the_chain_so_that_nobody_waits_in_a_circle",
         ),
         (
             "everyone-asks-the-maker",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version as release_of
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from dora.config.load import dump, load
 from dora.config.schema import Config
+from dora.core.ids import InstanceId
 from dora.node.agent import run_node
 from dora.node.cluster import Cluster, ClusterSettings, Known
 from dora.node.member import NodeSettings
@@ -84,6 +85,7 @@ async def controller(
     *overrides: str,
     term: int = 0,
     known: Known | None = None,
+    removed: Collection[InstanceId] = (),
     connects: Callable[[RelaySource], bool | None] = lambda relay: True,
 ) -> AsyncIterator[Controller]:
     told: list[str] = []
@@ -94,6 +96,7 @@ async def controller(
         token=TOKEN,
         live_bytes=1,
         known=known or {},
+        removed=removed,
         save=saved.append,
         tell=told.append,
         connects=connects,

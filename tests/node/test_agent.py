@@ -105,18 +105,21 @@ async def test_a_server_is_started_again_and_ended_as_ordered(tmp_path: Path) ->
             assert not psutil.pid_exists(pid_of(second))
 
 
-async def test_repeated_and_older_orders_change_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("serial", [10, 3], ids=["repeated", "older"])
+async def test_repeated_and_older_orders_change_nothing(tmp_path: Path, serial: int) -> None:
     with Hub() as there:
         async with agent(tmp_path, there.address):
             await there.welcome(job(tmp_path))
             there.serial = 9
             await there.order(servers={0: 1})
-            first = await there.report(is_up(1))
-            await there.send(NodeOrders(term=0, serial=9, servers={}, ranks=None, versions={}))
-            await there.send(NodeOrders(term=0, serial=3, servers={0: 7}, ranks=None, versions={}))
-            await there.order(servers={0: 1})
-            last = await there.report(lambda report: report.serial == 11)
-            assert last.servers == first.servers
+            before = await there.report(is_up(1))
+            await there.send(NodeOrders(term=0, serial=serial, servers={}, ranks=None, versions={}))
+            await there.send(Beat(term=-1, serial=0))
+            await there.until(Superseded)  # so the orders were read before
+            for _ in range(2):
+                after = await there.report()
+            assert (after.serial, after.servers) == (10, before.servers)
+            assert psutil.Process(pid_of(before)).is_running()
 
 
 @pytest.mark.parametrize("code", [1, 2])
@@ -321,6 +324,8 @@ async def test_a_version_with_other_bytes_than_the_journaled_ones_is_replaced(tm
         async with agent(tmp_path, there.address), node(store) as (_, proxy):
             joined = await there.welcome(job(tmp_path))
             own = VersionStore(memory_root=Path(joined.paths.memory_root), durable_root=Path(joined.paths.durable_root))
+            await there.order()
+            await there.report(lambda told: told.serial == 1)
             other = publish(own, 3, FILES | {"config.json": b"another history"})
             if is_held:
                 await there.order(versions={3: order_of(other)})
@@ -337,7 +342,9 @@ async def test_what_an_earlier_process_of_the_node_left_is_not_used(tmp_path: Pa
         async with agent(tmp_path, there.address):
             joined = await there.welcome(job(tmp_path))
             paths = joined.paths
-            publish(VersionStore(memory_root=Path(paths.memory_root), durable_root=Path(paths.durable_root)), 3)
+            own = VersionStore(memory_root=Path(paths.memory_root), durable_root=Path(paths.durable_root))
+            publish(own, 3)
+            own.copy_durable(3)
         async with agent(tmp_path, there.address):
             joined = await there.welcome(job(tmp_path))
             own = VersionStore(memory_root=Path(paths.memory_root), durable_root=Path(paths.durable_root))

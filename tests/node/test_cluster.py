@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from dora.config.load import parse
+from dora.core.ids import InstanceId
 from dora.errors import RunFailed
 from dora.node import cluster as cluster_module
 from dora.node import place as place_module
@@ -348,3 +350,46 @@ async def test_the_place_of_a_node_that_does_not_come_back_is_taken(
             assert (await new.join()).first_instance == -1
             assert [place.name for place in there.cluster.places] == ["new", "b", "z"]
             assert (await late.join()).first_instance == 0  # another place
+
+
+async def test_the_numbers_of_servers_that_have_left_are_not_given_again(tmp_path: Path) -> None:
+    async with controller(tmp_path, *ONE, term=1, removed={InstanceId(0)}) as there:
+        there.cluster.on_new_servers = lambda place: 7
+        with Peer(there.address, "a") as peer:
+            assert (await peer.join()).first_instance == 7
+
+
+async def test_a_process_that_is_started_again_is_a_loss_of_the_earlier_one(tmp_path: Path) -> None:
+    async with controller(tmp_path, *ONE) as there:
+        with Peer(there.address, "a") as first, Peer(there.address, "a") as second:
+            await first.take_part()
+            place = there.cluster.places[0]
+            place.servers[0] = 1
+            place.heard_at = -math.inf
+            lost = asyncio.create_task(there.cluster.changes.until(lambda: place.report is None))
+            await second.join()
+            async with asyncio.timeout(WAIT_S):
+                await lost
+            assert place.servers == {}
+            assert any("its process was started again" in line for line in there.told)
+
+
+async def test_a_node_that_leaves_before_it_is_admitted_is_let_go_too(tmp_path: Path) -> None:
+    leaving: list[Place] = []
+    async with controller(tmp_path, *ONE) as there:
+        there.cluster.on_leaving = leaving.append
+        with Peer(there.address, "a") as peer:
+            await peer.join()
+            await peer.send(peer.reports(is_leaving=True))
+            await there.until_joined(0)
+            assert leaving == [there.cluster.places[0]]
+
+
+async def test_what_keeps_a_node_from_its_orders_is_told_once(tmp_path: Path) -> None:
+    async with controller(tmp_path, *ONE) as there:
+        with Peer(there.address, "a") as peer:
+            await peer.take_part()
+            for engine in ("1", "2"):
+                await peer.send(peer.reports(problem="the disk is full", engine=engine))
+                await there.until(lambda cluster, engine=engine: cluster.places[0].report.engine == engine)
+            assert there.told.count("node a: the disk is full") == 1
