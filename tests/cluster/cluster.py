@@ -38,6 +38,7 @@ SMALL: Final[Mapping[str, object]] = {
     "rollout__max_new_tokens": 48,
     "rollout__filter_zero_variance": False,
     "rollout__watchdog_s": 10.0,
+    "engine__start_timeout_s": 300.0,
     "trainer__ranks": 1,
     "trainer__checkpoint_every": 2,
     "nodes__expected": 3,
