@@ -128,6 +128,17 @@ def _node_problems(config: Config) -> Iterator[str]:
         )
     elif training and config.trainer.ranks % training:
         yield f"nodes.train: {config.trainer.ranks} trainer.ranks cannot be divided equally among {training} nodes"
+    needed = config.servers_of_node * config.engine.tensor_parallel
+    if config.engine.device == "cuda" and config.engine.tensor_parallel > nodes.gpus:
+        yield (
+            f"engine.tensor_parallel: a server of {config.engine.tensor_parallel} GPUs does not fit on a node of "
+            f"{nodes.gpus} (nodes.gpus), and servers over several nodes are not supported; lower it"
+        )
+    elif config.engine.device == "cuda" and needed > nodes.gpus:
+        yield (
+            f"nodes.servers: {config.servers_of_node} servers need {needed} GPUs, and a node has {nodes.gpus} "
+            "(nodes.gpus); lower it"
+        )
     if config.engine.instances is not None:
         yield "engine.instances: with nodes, nodes.servers says how many servers each has; remove it"
     if config.engine.gpus:

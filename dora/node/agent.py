@@ -24,6 +24,8 @@ from dora.transport.node_messages import NODE_PROTOCOL, Beat, Join, NodeOrders, 
 REPORT_S: Final = 2.0
 #: A controller that has been silent for this long may have been replaced: the node introduces itself again.
 SILENT_S: Final = 3 * REPORT_S
+#: Time without an answer after which the user is told.
+COMPLAIN_S: Final = 10.0
 #: Time in which a controller must answer at first.
 JOIN_TIMEOUT_S: Final = 600.0
 
@@ -57,6 +59,7 @@ class _Agent:
         self._member: Member | None = None  # None before the first welcome
         self._changed = asyncio.Event()
         self._began = time.monotonic()
+        self._has_complained = False
 
     async def run(self) -> Over:
         loops = [
@@ -126,6 +129,7 @@ class _Agent:
         try:
             while True:
                 await self._introduce()
+                self._complain_once()
                 is_leaving = self._leave.is_set()
                 if self._member is not None:
                     await self._end.send(self._followed, self._member.report(self._term, is_leaving=is_leaving))
@@ -137,6 +141,11 @@ class _Agent:
                 self._changed.clear()
         finally:
             leaving.cancel()
+
+    def _complain_once(self) -> None:
+        if not self._followed and not self._has_complained and time.monotonic() - self._began > COMPLAIN_S:
+            self._has_complained = True
+            self._settings.tell("no answer yet; is the controller running, and has it the same DORA_TOKEN?")
 
     async def _introduce(self) -> None:
         """Join wherever no controller is heard."""

@@ -56,6 +56,8 @@ log = structlog.get_logger(__name__)
 BEAT_S: Final = 2.0
 #: Time for which a new run waits for all nodes, before it gives places to those that are there, in the order of names.
 GATHER_S: Final = 30.0
+#: Time in which this host must be able to connect to a node that has joined.
+ADMIT_S: Final = 30.0
 #: Time for which a node asks for a name that another one has, before it is rejected.
 NAMED_S: Final = 30.0
 #: Time that nodes of an earlier start have to come back before others may take their places.
@@ -265,6 +267,7 @@ class Cluster:
                 self._lose(place, "its process was started again")
             self._asked.pop(join.name, None)
             place.name, place.identity, place.lost = join.name, identity, "it has not reported yet"
+            place.joined_at = time.monotonic()
             self._save()
         place.heard_at = time.monotonic()
         welcome = NodeWelcome(
@@ -345,7 +348,11 @@ class Cluster:
         assert identity is not None, "it has reported"
         reason = self._why_unfit(place, report)
         if not reason and not await asyncio.to_thread(self._settings.connects, report.relay):
+            if time.monotonic() - place.joined_at < ADMIT_S:
+                return  # the next report leads to another attempt
             reason = f"the controller cannot connect to {report.relay.url}; give the address of this node (--address)"
+        if place.identity != identity:
+            return
         if reason:
             await self._hub.send(identity, Rejected(reason=reason))
             self._lose(place, reason)

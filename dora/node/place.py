@@ -25,6 +25,7 @@ class Place:
     identity: bytes | None = None  # of the node's process; None: none has joined, or it is lost
     report: Report | None = None  # the last one; None until this host has connected to the node
     heard_at: float = 0.0
+    joined_at: float = 0.0
     lost: str = "no node has joined"  # why there is no report
     servers: dict[int, int] = field(default_factory=dict)  # wanted: index -> number of the start
     ranks: RanksOrder | None = None  # wanted

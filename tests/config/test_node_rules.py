@@ -26,6 +26,15 @@ def refused(*overrides: str) -> str:
         (["nodes.train=3"], "nodes.train: 2 trainer.ranks cannot be divided equally among 3 nodes"),
         (["engine.instances=4"], "engine.instances: with nodes, nodes.servers says how many servers each has"),
         (["engine.gpus=[0]"], "engine.gpus: with nodes, the GPUs of a node are divided among its servers; remove it"),
+        (
+            ["engine.kind=sglang", "engine.device=cuda", "engine.tensor_parallel=16"],
+            "engine.tensor_parallel: a server of 16 GPUs does not fit on a node of 8 (nodes.gpus), and servers over "
+            "several nodes are not supported; lower it",
+        ),
+        (
+            ["engine.kind=sglang", "engine.device=cuda", "engine.tensor_parallel=4", "nodes.servers=3"],
+            "nodes.servers: 3 servers need 12 GPUs, and a node has 8 (nodes.gpus); lower it",
+        ),
         (["nodes.deltas=2"], "nodes.deltas: differences of float32 weights are half as large as the weights"),
         (
             ["weights.transfer=distributed", "engine.kind=sglang"],

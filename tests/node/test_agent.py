@@ -368,11 +368,14 @@ async def test_a_node_without_a_controller_ends_everything_after_the_lease(tmp_p
 
 async def test_a_node_that_finds_no_controller_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_module, "JOIN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(agent_module, "COMPLAIN_S", 0.0)
+    monkeypatch.setattr(agent_module, "REPORT_S", 0.05)
     with Hub() as there:
         async with agent(tmp_path, there.address, token="another") as here:
             with pytest.raises(RunFailed, match="has it the same DORA_TOKEN"):
                 async with asyncio.timeout(WAIT_S):
                     await asyncio.shield(here.ended)
+    assert here.told == ["no answer yet; is the controller running, and has it the same DORA_TOKEN?"]
 
 
 async def test_a_node_that_is_told_to_leave_stays_until_it_is_let_go(tmp_path: Path) -> None:

@@ -162,12 +162,26 @@ async def test_a_node_that_cannot_do_its_part_is_rejected(
             assert there.cluster.places[0].lost == reason
 
 
-async def test_a_node_that_the_controller_cannot_connect_to_is_rejected(tmp_path: Path) -> None:
+async def test_a_node_that_the_controller_cannot_connect_to_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "ADMIT_S", 0.0)
     async with controller(tmp_path, *ONE, connects=lambda relay: relay.url != "http://n:1") as there:
         with Peer(there.address, "n") as peer:
             await peer.join()
             reason = (await peer.until(Rejected, saying=peer.reports())).reason
             assert reason.startswith("the controller cannot connect to http://n:1; give the address of this node")
+
+
+async def test_a_node_that_cannot_be_reached_at_first_is_tried_again(tmp_path: Path) -> None:
+    answers = [None, False]
+    async with controller(tmp_path, *ONE, connects=lambda relay: answers.pop(0) if answers else True) as there:
+        with Peer(there.address, "n") as peer:
+            await peer.join()
+            while there.cluster.places[0].report is None:
+                await peer.send(peer.reports())
+                await asyncio.sleep(0)
+    assert answers == []
 
 
 # -- orders
