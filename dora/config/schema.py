@@ -453,7 +453,7 @@ class NodesConfig(Section):
     that pass versions and checkpoints on. Requests to servers stay on plain HTTP."""
     lease_s: Seconds = 120.0
     """A node that hears from no controller for this long ends all its processes. A controller gives up the processes of
-    a node that it has not heard from for this long."""
+    a node that it has not heard from for this long, or at once if that host refuses connections."""
 
 
 class WeightsConfig(Section):
