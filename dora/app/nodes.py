@@ -28,7 +28,7 @@ from dora.node.cluster import Cluster, ClusterSettings
 from dora.node.place import Place
 from dora.tls import TlsFiles
 from dora.transport.messages import CheckpointWritten
-from dora.transport.node_messages import FolderOrder, ProcessState, RanksOrder, RelaySource, Report
+from dora.transport.node_messages import FolderOrder, ProcessState, RanksOrder, RelaySource, Report, ServerOrder
 from dora.weights.checkpoints import read_manifest
 from dora.weights.source import VersionSource
 from dora.weights.store import Manifest, StoreError, VersionStore
@@ -94,8 +94,9 @@ async def _wait_for_enough(cluster: Cluster, config: Config) -> None:
 
     def is_enough() -> bool:
         joined = [place for place in cluster.places if place.report is not None]
-        rolling = sum(not place.has_ranks for place in joined) * config.servers_of_node
-        return len(joined) - rolling // config.servers_of_node == config.num_training_nodes and rolling >= servers
+        training = sum(place.has_ranks for place in joined)
+        begun = (len(joined) - training) // config.nodes_of_server * config.servers_of_node
+        return training == config.num_training_nodes and begun >= servers
 
     try:
         async with asyncio.timeout(JOIN_TIMEOUT_S):
@@ -142,7 +143,7 @@ def add_servers(fleet: Fleet, cluster: Cluster, config: Config, *, engine: Infer
         return min([fleet.add(server) for server in servers(place)])
 
     for place in cluster.places:
-        if place.first_instance is not None:
+        if place.first_instance is not None and cluster.group_of(place)[0] is place:
             for index, server in enumerate(servers(place)):
                 fleet.add(server, instance=InstanceId(place.first_instance + index))
     cluster.on_new_servers = add_new
@@ -187,82 +188,102 @@ def let_nodes_leave(
 
 
 class NodeServer:
-    """A server of a node; implements `controller.fleet.Server`."""
+    """A server of a node, or of several nodes together; implements `controller.fleet.Server`."""
 
     def __init__(self, cluster: Cluster, place: Place, index: int, *, config: Config, engine: InferenceEngine) -> None:
+        """`place`: the one of its node, or of the first of them."""
         self._cluster = cluster
         self._place = place
         self._index = index
+        self._num_nodes = config.nodes_of_server
         self._timeout_s = config.engine.start_timeout_s + config.nodes.lease_s
         self._engine = engine
         self._may_keep = True  # an earlier controller may have started it
-        self._started = 0
-
-    @property
-    def _state(self) -> ProcessState | None:
-        report = self._place.report
-        return report.servers.get(self._index) if report is not None else None
+        self._started: dict[int, int] = {}  # number of the start, by place
 
     async def start(self) -> Started:
-        """Wait for the node, for as long as it takes, and have it start the server; or take over one that runs."""
-        place, changes = self._place, self._cluster.changes
-        await changes.until(lambda: place.report is not None)
-        found = self._state
-        is_kept = self._may_keep and found is not None and found.phase == "up"
+        """Wait for its nodes, for as long as it takes, and have them start it; or take it over if it runs."""
+        changes = self._cluster.changes
+        await changes.until(lambda: len(self._places) == self._num_nodes and not self._why_lost())
+        is_kept = self._may_keep and all(state is not None and state.phase == "up" for state in self._states())
         self._may_keep = False
-        self._started = (found.start if found is not None else self._started) + (not is_kept)
-        self._want(self._started)
+        self._order(is_kept=is_kept)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await changes.until(lambda: place.report is None or self._has_begun)
+                await changes.until(lambda: bool(self._why_lost()) or self._has_begun())
         except TimeoutError:
-            raise RemoteError(
-                f"node {place.name}: server {self._index} is not ready after {self._timeout_s:g} s"
-            ) from None
-        found = self._state
-        if found is None:
-            raise RemoteError(f"node {place.name} is lost: {place.lost}")
-        if found.phase == "ended":
-            message = f"node {place.name}: {found.reason}"
-            raise ConfigError(message) if found.is_final else RemoteError(message)
-        self._engine.set_key(found.url, found.key)
-        return Started(found.url, is_kept=is_kept)
+            names = " and ".join(place.name for place in self._places)
+            raise RemoteError(f"node {names}: server {self._index} is not ready after {self._timeout_s:g} s") from None
+        if reason := self._why_lost():
+            raise RemoteError(reason)
+        for place, state in zip(self._places, self._states(), strict=True):
+            if state is not None and state.phase == "ended":
+                message = f"node {place.name}: {state.reason}"
+                raise ConfigError(message) if state.is_final else RemoteError(message)
+        first = self._states()[0]
+        assert first is not None, "it has begun"
+        self._engine.set_key(first.url, first.key)
+        return Started(first.url, is_kept=is_kept)
+
+    def _order(self, *, is_kept: bool) -> None:
+        """Have every node start its part, or keep the one that runs."""
+        places, states = self._places, self._states()
+        master = self._place.report
+        assert master is not None, "start has waited for it"
+        for rank, (place, state) in enumerate(zip(places, states, strict=True)):
+            last = state.start if state is not None else self._started.get(place.number, 0)
+            self._started[place.number] = last + (not is_kept)
+            place.servers[self._index] = ServerOrder(
+                start=self._started[place.number],
+                nodes=len(places),
+                node_rank=rank,
+                master=f"{urlsplit(master.relay.url).hostname}:{master.meeting_port}" if len(places) > 1 else "",
+            )
+        self._cluster.changes.tell()
 
     @property
+    def _places(self) -> list[Place]:
+        return self._cluster.group_of(self._place)
+
+    def _states(self) -> list[ProcessState | None]:
+        reports = [place.report for place in self._places]
+        return [report.servers.get(self._index) if report is not None else None for report in reports]
+
+    def _why_lost(self) -> str:
+        return next((f"node {p.name} is lost: {p.lost}" for p in self._places if p.report is None), "")
+
     def _has_begun(self) -> bool:
-        state = self._state
-        return state is not None and state.start == self._started and state.phase != "starting"
+        """Whether all parts are up, or one has ended."""
+        phases = [self._phase(*found) for found in zip(self._places, self._states(), strict=True)]
+        return "ended" in phases or all(phase == "up" for phase in phases)
+
+    def _phase(self, place: Place, state: ProcessState | None) -> str:
+        return state.phase if state is not None and state.start == self._started[place.number] else ""
 
     async def ended(self) -> str:
-        place = self._place
-        await self._cluster.changes.until(lambda: not self._runs)
-        state = self._state
-        if place.report is None:
-            return f"node {place.name} is lost: {place.lost}"
-        return f"node {place.name}: {state.reason if state is not None else 'the server was ended'}"
+        """Wait until a part of it has ended or a node of it is lost, and return why."""
 
-    @property
-    def _runs(self) -> bool:
-        state = self._state
-        return state is not None and state.start == self._started and state.phase == "up"
+        def why() -> str:
+            for place, state in zip(self._places, self._states(), strict=True):
+                if self._phase(place, state) != "up":
+                    return f"node {place.name}: {state.reason if state is not None else 'the server was ended'}"
+            return ""
+
+        await self._cluster.changes.until(lambda: bool(self._why_lost() or why()))
+        return self._why_lost() or why()
 
     async def kill(self) -> None:
-        """Have the node end the server, which it does before it starts it again."""
-        self._want(None)
+        """Have its nodes end it, which they do before they start it again."""
+        for place in self._places:
+            place.servers.pop(self._index, None)
+        self._cluster.changes.tell()
 
     async def stop(self) -> None:
-        """End the server for good; a node that is leaving goes with its last one."""
-        self._want(None)
-        place = self._place
-        if place.report is not None and place.report.is_leaving and not place.servers:
-            await self._cluster.let_go(place)
-
-    def _want(self, start: int | None) -> None:
-        if start is None:
-            self._place.servers.pop(self._index, None)
-        else:
-            self._place.servers[self._index] = start
-        self._cluster.changes.tell()
+        """End it for good; a node that is leaving goes with its last server."""
+        await self.kill()
+        for place in self._places:
+            if place.report is not None and place.report.is_leaving and not place.servers:
+                await self._cluster.let_go(place)
 
 
 class NodeRanks:
@@ -419,4 +440,9 @@ class NodeVersions:
         if place is None:  # an external server reads the folder of this host
             await self.fetch(version)
             return await asyncio.to_thread(self.store.folder, version)
-        return await self.cluster.spread.folder(place, version)
+        places = self.cluster.group_of(place)
+        folders = [await self.cluster.spread.folder(place, version) for place in places]
+        if len(set(folders)) > 1:
+            names = " and ".join(place.name for place in places)
+            raise RemoteError(f"nodes {names} have versions in different folders; start them with the same --folder")
+        return folders[0]

@@ -22,7 +22,10 @@ _LISTEN_ADDRESS = re.compile(r"tcp://\S+:(\d+|\*)")
 #: The index of a prompt's source is one byte.
 _MAX_SOURCES = 256
 #: Placeholders that `engine.command` may use.
-_PLACEHOLDERS = ("model", "host", "port", "tp", "slots", "kv_tokens", "dtype", "device", "threads")
+_PLACEHOLDERS = (
+    *("model", "host", "port", "tp", "slots", "kv_tokens", "dtype", "device", "threads"),
+    *("nodes", "node_rank", "master"),
+)
 #: Trackers with a name of their own.
 _TRACKERS = ("wandb", "tensorboard", "trackio")
 
@@ -129,11 +132,8 @@ def _node_problems(config: Config) -> Iterator[str]:
     elif training and config.trainer.ranks % training:
         yield f"nodes.train: {config.trainer.ranks} trainer.ranks cannot be divided equally among {training} nodes"
     needed = config.servers_of_node * config.engine.tensor_parallel
-    if config.engine.device == "cuda" and config.engine.tensor_parallel > nodes.gpus:
-        yield (
-            f"engine.tensor_parallel: a server of {config.engine.tensor_parallel} GPUs does not fit on a node of "
-            f"{nodes.gpus} (nodes.gpus), and servers over several nodes are not supported; lower it"
-        )
+    if (several := config.nodes_of_server) > 1:
+        yield from _wide_server_problems(config, several)
     elif config.engine.device == "cuda" and needed > nodes.gpus:
         yield (
             f"nodes.servers: {config.servers_of_node} servers need {needed} GPUs, and a node has {nodes.gpus} "
@@ -147,6 +147,22 @@ def _node_problems(config: Config) -> Iterator[str]:
         yield "weights.transfer: distributed needs nodes.store = shared: senders read this host's folder"
     if nodes.deltas and config.trainer.publish_dtype == "float32":
         yield "nodes.deltas: differences of float32 weights are half as large as the weights; set it to 0"
+
+
+def _wide_server_problems(config: Config, several: int) -> Iterator[str]:
+    """Yield what is wrong with servers over several nodes."""
+    nodes, each = config.nodes, config.engine.tensor_parallel
+    if each % nodes.gpus:
+        yield f"engine.tensor_parallel: {each} GPUs cannot be divided among nodes of {nodes.gpus} (nodes.gpus)"
+    if nodes.servers not in (None, 1):
+        yield f"nodes.servers: a server of {each} GPUs takes {several} nodes of {nodes.gpus} (nodes.gpus); remove it"
+    for name, count in (("expected", nodes.expected), ("max", config.max_nodes)):
+        rolling = count - config.num_training_nodes
+        if rolling > 0 and rolling % several:
+            yield (
+                f"nodes.{name}: {rolling} nodes without ranks cannot be divided into servers of {several} nodes "
+                f"({each} GPUs: engine.tensor_parallel)"
+            )
 
 
 def _template_problems(config: Config) -> Iterator[str]:

@@ -120,9 +120,10 @@ class EngineConfig(Section):
     --dtype from `trainer.publish_dtype` and, if it is set, --max-running-requests from `slots`."""
     command: tuple[str, ...] = ()
     """Command that starts a managed instance, as a list of arguments; it replaces the one of `kind`. {model}, {host},
-    {port}, {tp}, {slots}, {kv_tokens}, {dtype}, {device} and {threads} are filled in; options with {slots} or
-    {kv_tokens} are left out if `slots` or `kv_tokens` is unset. With {port}, the server is ready when /health answers
-    there; without it, when it prints a line `ready http://HOST:PORT`. The command must stay in the foreground."""
+    {port}, {tp}, {slots}, {kv_tokens}, {dtype}, {device} and {threads} are filled in and, for a server over several
+    nodes, {nodes}, {node_rank} and {master}; options with a value that is unset are left out. With {port}, the server
+    is ready when /health answers there; without it, when it prints a line `ready http://HOST:PORT`. The command must
+    stay in the foreground."""
     args: tuple[str, ...] = ()
     """Further arguments, appended to the command."""
     environment: dict[str, str] = Field(default={})
@@ -579,9 +580,16 @@ class Config(Section):
         return self.nodes.max or self.nodes.expected
 
     @property
+    def nodes_of_server(self) -> int:
+        """Number of nodes over which a server extends."""
+        return -(-self.engine.tensor_parallel // self.nodes.gpus) if self.nodes.expected else 1
+
+    @property
     def servers_of_node(self) -> int:
-        """Number of servers of a node without ranks."""
+        """Number of servers of a node without ranks, or of as many nodes as one server needs."""
         nodes, engine = self.nodes, self.engine
+        if self.nodes_of_server > 1:
+            return 1
         return nodes.servers or (
             max(1, nodes.gpus // engine.tensor_parallel) if engine.device == "cuda" else CPU_NODE_SERVERS
         )
@@ -590,7 +598,8 @@ class Config(Section):
     def num_managed(self) -> int:
         """Number of servers that the run starts."""
         if self.nodes.expected:
-            return self.servers_of_node * max(0, self.nodes.expected - self.num_training_nodes)
+            rolling = max(0, self.nodes.expected - self.num_training_nodes)
+            return rolling // self.nodes_of_server * self.servers_of_node
         if self.engine.instances is not None:
             return self.engine.instances
         return 0 if self.engine.urls else DEFAULT_INSTANCES

@@ -46,6 +46,7 @@ from dora.transport.node_messages import (
     Rejected,
     RelaySource,
     Report,
+    ServerOrder,
     Superseded,
 )
 from dora.weights.relay import Relay
@@ -168,7 +169,7 @@ class Cluster:
         """Return the first instance of a place that the run begins with."""
         config = self._config
         rolling = number - config.num_training_nodes
-        first = InstanceId(len(config.engine.urls) + rolling * config.servers_of_node)
+        first = InstanceId(len(config.engine.urls) + rolling // config.nodes_of_server * config.servers_of_node)
         return first if rolling >= 0 and first not in self._settings.removed else None
 
     # -- loops --------------------------------------------------------------------------------------------------------
@@ -258,10 +259,8 @@ class Cluster:
             if reason:
                 await self._hub.send(identity, Rejected(reason=reason))
             return
-        if place.first_instance is None and not place.has_ranks:
-            if self.on_new_servers is None:
-                return
-            place.first_instance = self.on_new_servers(place)
+        if place.first_instance is None and not place.has_ranks and not await self._number(place):
+            return
         if place.identity != identity:
             if place.identity is not None:
                 self._lose(place, "its process was started again")
@@ -270,6 +269,10 @@ class Cluster:
             place.joined_at = time.monotonic()
             self._save()
         place.heard_at = time.monotonic()
+        await self._welcome(place)
+
+    async def _welcome(self, place: Place) -> None:
+        assert place.identity is not None, "it has joined"
         welcome = NodeWelcome(
             term=self._settings.term,
             run_id=self._settings.run_id,
@@ -277,7 +280,27 @@ class Cluster:
             config=self._dumped,
             live_bytes=self._settings.live_bytes,
         )
-        await self._hub.send(identity, welcome)
+        await self._hub.send(place.identity, welcome)
+
+    async def _number(self, place: Place) -> bool:
+        """Give numbers to the servers of a place, and of those with which it shares one; False if it is too early."""
+        group = self.group_of(place)
+        if group[0].first_instance is None:
+            if self.on_new_servers is None:
+                return False
+            first = self.on_new_servers(group[0])
+            for other in group:
+                other.first_instance = first
+                if other.identity is not None:
+                    await self._welcome(other)
+        place.first_instance = group[0].first_instance
+        return True
+
+    def group_of(self, place: Place) -> list[Place]:
+        """Return the places over which a server extends, in the order of their ranks; only this one in most runs."""
+        first, several = self._config.num_training_nodes, self._config.nodes_of_server
+        begin = place.number - (place.number - first) % several
+        return self.places[begin : begin + several]
 
     def _save(self) -> None:
         each = self._config.servers_of_node
@@ -359,7 +382,9 @@ class Cluster:
             return
         self._note_wishes(place, None, report)
         place.report, place.lost = report, ""
-        place.servers = {index: server.start for index, server in report.servers.items() if server.phase == "up"}
+        place.servers = {
+            index: ServerOrder(start=server.start) for index, server in report.servers.items() if server.phase == "up"
+        }
         joined = sum(place.report is not None for place in self.places)
         first, each = place.first_instance, self._config.servers_of_node
         what = "with ranks" if first is None else f"with instances {first} to {first + each - 1}"
@@ -424,7 +449,9 @@ class Cluster:
         if place.identity is not None:
             await self._hub.send(place.identity, Over(term=self._settings.term, reason="the node has left the run"))
         place.name, place.identity, place.report, place.orders = "", None, None, None
-        place.first_instance, place.lost = None, "the node has left"
+        place.lost = "the node has left"
+        for other in self.group_of(place):
+            other.first_instance = None
         self._save()
         self.changes.tell()
 

@@ -29,7 +29,7 @@ from dora.errors import ConfigError
 from dora.journal.access import restrict, set_umask
 from dora.node.cuda import num_devices
 from dora.node.place import Changes
-from dora.node.plan import ProcessPlan, TrainingNode, plan_node_engines, plan_trainer
+from dora.node.plan import ProcessPlan, ServerPart, TrainingNode, plan_node_engines, plan_trainer
 from dora.node.ports import free_port, interface_of
 from dora.node.processes import OrderedProcess
 from dora.node.sources import last_known
@@ -44,6 +44,7 @@ from dora.transport.node_messages import (
     RanksOrder,
     RelaySource,
     Report,
+    ServerOrder,
 )
 from dora.weights.fence import raise_fence
 from dora.weights.relay import Relay
@@ -196,7 +197,8 @@ class Member:
         for index in {*self._servers, *orders.servers}:
             if index not in self._servers:
                 self._servers[index] = self._process(partial(self._plan_server, index))
-            self._servers[index].follow(orders.servers.get(index))
+            server = orders.servers.get(index)
+            self._servers[index].follow(server.start if server is not None else None)
         # A version exists only once the controller has journaled it, so a new controller may not know all of them.
         stored = await asyncio.to_thread(self._stored) if before is None else ()
         for version in {*stored, *self._held, *self._fetches}:
@@ -222,6 +224,7 @@ class Member:
         )
 
     async def _plan_server(self, index: int) -> ProcessPlan:
+        assert self._orders is not None, "there are orders to start it"
         plans = plan_node_engines(
             self.config,
             first=self.first_instance,
@@ -229,10 +232,17 @@ class Member:
             model=Path(self._paths.model),
             lease=self._lease,
             environ=os.environ,
+            part=self._part(self._orders.servers[index]),
         )
         if index >= len(plans):
             raise ConfigError(f"the controller ordered server {index}, but this node has {len(plans)}")
         return plans[index]
+
+    def _part(self, order: ServerOrder) -> ServerPart | None:
+        if order.nodes == 1:
+            return None
+        interface = interface_of(self._settings.host)
+        return ServerPart(nodes=order.nodes, node_rank=order.node_rank, master=order.master, interface=interface)
 
     async def _plan_ranks(self) -> ProcessPlan:
         """Bring what the ranks need to this node, and return their plan."""
@@ -364,7 +374,8 @@ def _open_store(stack: AsyncExitStack, settings: NodeSettings, welcome: NodeWelc
         restrict(root, group=config.run.group)
     except OSError as err:
         raise ConfigError(f"--folder: cannot create {root} ({err.strerror})") from err
-    name = f"{welcome.run_id}-{settings.name}"
+    # The parts of a server over several nodes need the same paths, so their number is in the name, not the node's.
+    name = f"{welcome.run_id}-{settings.name if welcome.first_instance < 0 else welcome.first_instance}"
     sweep_orphans(config.weights.memory_folder, run_id=name)
     memory = choose_memory_root(
         config.weights.memory_folder,

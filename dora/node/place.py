@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from dora.transport.node_messages import NodeOrders, RanksOrder, Report
+from dora.transport.node_messages import NodeOrders, RanksOrder, Report, ServerOrder
 
 #: A node that was heard this recently is alive; it reports every 2 s.
 ALIVE_S: Final = 6.0
@@ -27,7 +27,7 @@ class Place:
     heard_at: float = 0.0
     joined_at: float = 0.0
     lost: str = "no node has joined"  # why there is no report
-    servers: dict[int, int] = field(default_factory=dict)  # wanted: index -> number of the start
+    servers: dict[int, ServerOrder] = field(default_factory=dict)  # wanted, by index
     ranks: RanksOrder | None = None  # wanted
     orders: NodeOrders | None = None  # the last ones
     serial: int = 0  # of the last ones

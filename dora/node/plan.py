@@ -39,6 +39,16 @@ class ProcessPlan:
     cause: str = ""  #: beginning of the output line that says why the process ends; more output may follow that line
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPart:
+    """What one node has of a server over several."""
+
+    nodes: int  #: over which it extends
+    node_rank: int  #: of this host among them
+    master: str  #: host:port at which the parts meet
+    interface: str  #: of this host, towards the others; "" if unknown
+
+
 def plan_engines(config: Config, *, model: Path, lease: Path, environ: Mapping[str, str]) -> list[ProcessPlan]:
     """Return the servers that the run starts on this host, in the order of their instances, which follow the external
     ones.
@@ -50,11 +60,19 @@ def plan_engines(config: Config, *, model: Path, lease: Path, environ: Mapping[s
 
 
 def plan_node_engines(
-    config: Config, *, first: int, host: str, model: Path, lease: Path, environ: Mapping[str, str]
+    config: Config,
+    *,
+    first: int,
+    host: str,
+    model: Path,
+    lease: Path,
+    environ: Mapping[str, str],
+    part: ServerPart | None = None,
 ) -> list[ProcessPlan]:
-    """Return the servers of a node that rolls out, from instance `first` on. They listen on `host`."""
+    """Return the servers of a node that rolls out, from instance `first` on. They listen on `host`. `part`: what the
+    node has of a server over several nodes."""
     each = assign_node_gpus(config, environ=environ)
-    return _engines(config, each, first=first, host=host, model=model, lease=lease, environ=environ)
+    return _engines(config, each, first=first, host=host, model=model, lease=lease, environ=environ, part=part)
 
 
 def _engines(
@@ -66,9 +84,11 @@ def _engines(
     model: Path,
     lease: Path,
     environ: Mapping[str, str],
+    part: ServerPart | None = None,
 ) -> list[ProcessPlan]:
     engine = config.engine
-    env = _COLLECTIVES | child_env(environ, lease=lease, threads=engine.threads) | engine.environment
+    interfaces = _COLLECTIVES if part is None else _interfaces(part.interface, environ)
+    env = interfaces | child_env(environ, lease=lease, threads=engine.threads) | engine.environment
     return [
         _engine(
             config,
@@ -76,12 +96,15 @@ def _engines(
             host=host,
             model=model,
             env=env | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {}),
+            part=part,
         )
         for index, visible in enumerate(gpus)
     ]
 
 
-def _engine(config: Config, *, name: str, host: str, model: Path, env: Mapping[str, str]) -> ProcessPlan:
+def _engine(
+    config: Config, *, name: str, host: str, model: Path, env: Mapping[str, str], part: ServerPart | None
+) -> ProcessPlan:
     engine = config.engine
     words = [*(engine.command or COMMANDS[engine.kind]), *engine.args]
     values: dict[str, object] = {
@@ -93,6 +116,9 @@ def _engine(config: Config, *, name: str, host: str, model: Path, env: Mapping[s
         "dtype": config.trainer.publish_dtype,  # decode in the dtype that is published
         "device": engine.device,
         "threads": engine.threads,
+        "nodes": part.nodes if part is not None else None,
+        "node_rank": part.node_rank if part is not None else None,
+        "master": part.master if part is not None else None,
     }
     is_embedded = engine.kind == "embedded" and not engine.command
     if is_embedded:  # `dora serve` finds a free port itself; others get one at each start
@@ -141,7 +167,8 @@ def assign_gpus(config: Config, *, environ: Mapping[str, str]) -> list[str]:
 
 def assign_node_gpus(config: Config, *, environ: Mapping[str, str]) -> list[str]:
     """Return CUDA_VISIBLE_DEVICES of each server of a node; "" to inherit that of this process."""
-    engine, count, each = config.engine, config.servers_of_node, config.engine.tensor_parallel
+    engine, count = config.engine, config.servers_of_node
+    each = min(engine.tensor_parallel, config.nodes.gpus)
     if engine.device == "cpu":
         return [""] * count
     inherited = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -203,8 +230,12 @@ def _place(node: TrainingNode, env: Mapping[str, str]) -> dict[str, str]:
     """Return what torchrun and the collectives read about a host among several; the container's choice of interfaces
     stays."""
     found = {"NNODES": node.nodes, "NODE_RANK": node.index, "MASTER_ADDR": node.master, "MASTER_PORT": node.port}
-    interfaces = {name: env.get(name, node.interface) for name in _COLLECTIVES}
-    return {f"PET_{name}": str(value) for name, value in found.items()} | {k: v for k, v in interfaces.items() if v}
+    return {f"PET_{name}": str(value) for name, value in found.items()} | _interfaces(node.interface, env)
+
+
+def _interfaces(interface: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the interfaces of collectives between hosts: those that the environment names, or else this one."""
+    return {name: found for name in _COLLECTIVES if (found := env.get(name, interface))}
 
 
 def plan_sender(config: Config, *, lease: Path, environ: Mapping[str, str]) -> ProcessPlan:

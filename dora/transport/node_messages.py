@@ -41,6 +41,15 @@ class FolderOrder(WirePart, frozen=True):
     base: int | None = None  # version of which there is a delta
 
 
+class ServerOrder(WirePart, frozen=True):
+    """A server of a node, or the part of one that this node has."""
+
+    start: int  # number of this start
+    nodes: int = 1  # over which it extends
+    node_rank: int = 0  # of this node among them
+    master: str = ""  # host:port at which its parts meet; "" for one node
+
+
 class RanksOrder(WirePart, frozen=True):
     """The ranks of a node."""
 
@@ -70,7 +79,7 @@ class NodeOrders(Message, frozen=True):
 
     term: int
     serial: int  # number of these orders, which the node reports
-    servers: dict[int, int]  # index on the node -> number of the start; what runs since another start is ended
+    servers: dict[int, ServerOrder]  # by index on the node; what runs since another start is ended
     ranks: RanksOrder | None
     versions: dict[int, FolderOrder]
 

@@ -28,8 +28,16 @@ def refused(*overrides: str) -> str:
         (["engine.gpus=[0]"], "engine.gpus: with nodes, the GPUs of a node are divided among its servers; remove it"),
         (
             ["engine.kind=sglang", "engine.device=cuda", "engine.tensor_parallel=16"],
-            "engine.tensor_parallel: a server of 16 GPUs does not fit on a node of 8 (nodes.gpus), and servers over "
-            "several nodes are not supported; lower it",
+            "nodes.expected: 3 nodes without ranks cannot be divided into servers of 2 nodes (16 GPUs: "
+            "engine.tensor_parallel)",
+        ),
+        (
+            ["engine.kind=sglang", "engine.device=cuda", "engine.tensor_parallel=12"],
+            "engine.tensor_parallel: 12 GPUs cannot be divided among nodes of 8 (nodes.gpus)",
+        ),
+        (
+            ["engine.kind=sglang", "engine.device=cuda", "engine.tensor_parallel=24", "nodes.servers=2"],
+            "nodes.servers: a server of 24 GPUs takes 3 nodes of 8 (nodes.gpus); remove it",
         ),
         (
             ["engine.kind=sglang", "engine.device=cuda", "engine.tensor_parallel=4", "nodes.servers=3"],
@@ -62,6 +70,11 @@ def test_what_cannot_work_with_nodes_is_allowed_without_them() -> None:
     [
         pytest.param([], 1, 6, 4, id="on the CPU one node trains and each other one has two servers"),
         pytest.param(["nodes.servers=3", "nodes.train=2", "nodes.max=9"], 2, 6, 9, id="as given"),
+        pytest.param(
+            ["engine.kind=sglang", "engine.tensor_parallel=16", "nodes.train=2", "rollout.max_staleness=0"],
+            *(2, 1, 4),
+            id="a server over two nodes",
+        ),
         pytest.param(["nodes.train=0"], 0, 8, 4, id="the ranks on the controller's host"),
         pytest.param(
             ["trainer.device=cuda", "engine.device=cuda", "trainer.ranks=16"], 2, 16, 4, id="as many as 16 ranks need"

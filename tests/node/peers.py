@@ -31,6 +31,7 @@ from dora.transport.node_messages import (
     Rejected,
     RelaySource,
     Report,
+    ServerOrder,
     Superseded,
     ToNode,
 )
@@ -237,9 +238,8 @@ class Hub:
     ) -> int:
         """Send orders; return their number."""
         self.serial += 1
-        told = NodeOrders(
-            term=self.term, serial=self.serial, servers=servers or {}, ranks=ranks, versions=versions or {}
-        )
+        starts = {index: ServerOrder(start=start) for index, start in (servers or {}).items()}
+        told = NodeOrders(term=self.term, serial=self.serial, servers=starts, ranks=ranks, versions=versions or {})
         await self.send(told)
         return self.serial
 

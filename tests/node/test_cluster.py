@@ -23,6 +23,7 @@ from dora.transport.node_messages import (
     ProcessState,
     Rejected,
     RelaySource,
+    ServerOrder,
     Superseded,
 )
 from tests.node.peers import RUN, WAIT_S, Controller, Peer, config_of, controller
@@ -191,9 +192,9 @@ async def test_orders_are_repeated_until_they_are_reported_and_not_longer(tmp_pa
     async with controller(tmp_path, *ONE) as there:
         with Peer(there.address, "n") as peer:
             await peer.take_part()
-            there.cluster.places[0].servers[0] = 1
+            there.cluster.places[0].servers[0] = ServerOrder(start=1)
             there.cluster.changes.tell()
-            wanted = await peer.until(NodeOrders, lambda orders: orders.servers == {0: 1})
+            wanted = await peer.until(NodeOrders, lambda orders: orders.servers == {0: ServerOrder(start=1)})
             assert await peer.until(NodeOrders) == wanted  # again, for the report that came had another number
             await peer.send(peer.reports(serial=wanted.serial))
             await there.until(lambda cluster: cluster.places[0].report.serial == wanted.serial)
@@ -211,7 +212,7 @@ async def test_servers_that_a_node_brings_along_are_wanted_if_they_run(tmp_path:
             await peer.join()
             states = {0: ProcessState(start=5, phase="up"), 1: ProcessState(start=9, phase="ended")}
             orders = await peer.until(NodeOrders, saying=peer.reports(servers=states))
-            assert orders.servers == {0: 5}
+            assert orders.servers == {0: ServerOrder(start=5)}
 
 
 async def test_a_report_to_another_controller_says_nothing(tmp_path: Path) -> None:
@@ -378,7 +379,7 @@ async def test_a_process_that_is_started_again_is_a_loss_of_the_earlier_one(tmp_
         with Peer(there.address, "a") as first, Peer(there.address, "a") as second:
             await first.take_part()
             place = there.cluster.places[0]
-            place.servers[0] = 1
+            place.servers[0] = ServerOrder(start=1)
             place.heard_at = -math.inf
             lost = asyncio.create_task(there.cluster.changes.until(lambda: place.report is None))
             await second.join()

@@ -16,4 +16,5 @@ SGLANG: Final = (
     *(sys.executable, "-m", "dora.engine.sglang.serve", *_TOKENS_ONCE),
     *("--model-path", "{model}", "--host", "{host}", "--port", "{port}", "--max-running-requests", "{slots}"),
     *("--device", "{device}", "--dtype", "{dtype}", "--tp-size", "{tp}", "--enable-metrics"),
+    *("--nnodes", "{nodes}", "--node-rank", "{node_rank}", "--dist-init-addr", "{master}"),
 )
