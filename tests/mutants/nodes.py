@@ -141,8 +141,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "servers-that-run-are-not-adopted",
-            'for index, server in report.servers.items() if server.phase == "up"}',
-            "for index, server in () if server}",
+            'for index, server in report.servers.items() if server.phase == "up"\n',
+            "for index, server in () if server\n",
             "test_servers_that_a_node_brings_along_are_wanted_if_they_run",
         ),
         (
