@@ -108,10 +108,8 @@ class NodeEnd:
     async def send(self, address: str, message: FromNode) -> None:
         """Send a message, or drop it while that controller is not connected."""
         [dealer] = [found for found, known in self._dealers.items() if known == address]
-        try:
+        with suppress(zmq.Again):
             await dealer.send_multipart(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            return
 
     def close(self) -> None:
         for dealer in self._dealers:
