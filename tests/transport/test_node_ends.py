@@ -17,7 +17,7 @@ from dora.errors import ConfigError
 from dora.transport.codec import decode, encode
 from dora.transport.curve import CURVE_BYTES, MAX_TO_CONTROLLER_BYTES
 from dora.transport.node_ends import NodeEnd, NodeHub
-from dora.transport.node_messages import Beat, FromNode, Join, NodeOrders, Rejected, Superseded, ToNode
+from dora.transport.node_messages import Beat, FromNode, Join, NodeOrders, Rejected, ServerOrder, Superseded, ToNode
 from tests.transport.peers import TOKEN, WAIT_S, raw_peer
 from tests.transport.test_strangers import MIB, greeting, push
 
@@ -98,7 +98,9 @@ async def test_what_is_sent_to_nobody_is_dropped_and_takes_no_time() -> None:
 
 
 async def test_orders_of_several_megabytes_arrive() -> None:
-    orders = NodeOrders(term=0, serial=1, servers=dict.fromkeys(range(1 << 20), 1), ranks=None, versions={})
+    orders = NodeOrders(
+        term=0, serial=1, servers=dict.fromkeys(range(1 << 17), ServerOrder(start=1)), ranks=None, versions={}
+    )
     async with listener() as there:
         with contextlib.closing(NodeEnd((there.address,), token=TOKEN)) as end:
             await there.hub.send(await joined(there, end), orders)
@@ -187,7 +189,11 @@ async def test_a_huge_frame_of_a_stranger_takes_no_memory() -> None:
 
 async def test_a_node_that_reads_nothing_keeps_a_bounded_number_of_messages() -> None:
     """What it lacks is sent again later, since messages are states."""
-    orders: dict[str, Any] = {"servers": dict.fromkeys(range(1000), 1), "ranks": None, "versions": {}}
+    orders: dict[str, Any] = {
+        "servers": dict.fromkeys(range(1000), ServerOrder(start=1)),
+        "ranks": None,
+        "versions": {},
+    }
     async with listener() as there:
         with contextlib.closing(NodeEnd((there.address,), token=TOKEN)) as end:
             identity = await joined(there, end)
