@@ -92,7 +92,7 @@ async def serve(root: str) -> None:
 
 
 def stream(path: str) -> None:
-    """Send the file to whoever connects."""
+    """Send the file to each client that connects."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         while True:
@@ -112,7 +112,7 @@ class PacedLoop(asyncio.SelectorEventLoop):
 
 
 async def receive(root: str, indexes: str, piece_bytes: str) -> None:
-    """Be some receivers: print their URLs, read from whom they fetch and what, and print when each has all of it."""
+    """Run some receivers: print their URLs, read their sources and what to fetch, and print when each has all of it."""
     limits = RelayLimits(piece_bytes=int(piece_bytes))
     relays = {i: Relay(store_at(Path(root) / i), key=KEY, limits=limits) for i in json.loads(indexes)}
     async with AsyncExitStack() as stack:

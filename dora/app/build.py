@@ -185,17 +185,7 @@ def make_controller(
         episodes=calls,
         stop=StopAttempt(engine, fleet, ids),
         train=SendWave(job.state.feed, opened.trajectories, opened.lineage, trainer, job.settings.group_size),
-        copies=Copies(
-            opened.store,
-            checkpoints=opened.folder.checkpoints,
-            published=opened.published,
-            window=job.state.window,
-            commits=opened.commits,
-            tasks=tasks,
-            keep=config.weights.keep,
-            holders=holders,
-            drop_elsewhere=trainer.drop_checkpoint if isinstance(trainer, TrainerLink) else None,
-        ),
+        copies=_copies(opened, trainer, holders, tasks),
         fleet=fleet,
         trajectories=opened.trajectories,
         evaluations=job.inputs.evaluations,
@@ -205,17 +195,7 @@ def make_controller(
         commits=opened.commits,
         tasks=tasks,
     )
-    reporters = Reporters(
-        job.state.instances,
-        trajectories=opened.trajectories,
-        fleet=fleet,
-        engine=engine,
-        inbox=opened.inbox,
-        commits=opened.commits,
-        observer=recorder,
-        now=opened.now,
-        tick_s=TICK_S / job.time_scale,
-    )
+    reporters = _reporters(opened, engine, fleet, recorder)
     return Controller(
         job.state,
         inbox=opened.inbox,
@@ -228,6 +208,34 @@ def make_controller(
         observer=recorder,
         now=opened.now,
         stop_timeout_s=config.trainer.stop_timeout_s,
+    )
+
+
+def _copies(opened: Opened, trainer: TrainerLink | RolloutWriter, holders: Holders, tasks: RunTasks) -> Copies:
+    return Copies(
+        opened.store,
+        checkpoints=opened.folder.checkpoints,
+        published=opened.published,
+        window=opened.job.state.window,
+        commits=opened.commits,
+        tasks=tasks,
+        keep=opened.job.config.weights.keep,
+        holders=holders,
+        drop_elsewhere=trainer.drop_checkpoint if isinstance(trainer, TrainerLink) else None,
+    )
+
+
+def _reporters(opened: Opened, engine: InferenceEngine, fleet: Fleet, recorder: Recorder) -> Reporters:
+    return Reporters(
+        opened.job.state.instances,
+        trajectories=opened.trajectories,
+        fleet=fleet,
+        engine=engine,
+        inbox=opened.inbox,
+        commits=opened.commits,
+        observer=recorder,
+        now=opened.now,
+        tick_s=TICK_S / opened.job.time_scale,
     )
 
 

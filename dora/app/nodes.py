@@ -143,7 +143,7 @@ def add_servers(fleet: Fleet, cluster: Cluster, config: Config, *, engine: Infer
         return min([fleet.add(server) for server in servers(place)])
 
     for place in cluster.places:
-        if place.first_instance is not None and cluster.group_of(place)[0] is place:
+        if place.first_instance is not None and cluster.places.group_of(place)[0] is place:
             for index, server in enumerate(servers(place)):
                 fleet.add(server, instance=InstanceId(place.first_instance + index))
     cluster.on_new_servers = add_new
@@ -243,7 +243,7 @@ class NodeServer:
 
     @property
     def _places(self) -> list[Place]:
-        return self._cluster.group_of(self._place)
+        return self._cluster.places.group_of(self._place)
 
     def _states(self) -> list[ProcessState | None]:
         reports = [place.report for place in self._places]
@@ -436,11 +436,11 @@ class NodeVersions:
         self.cluster.spread.release(version)
 
     async def folder(self, instance: InstanceId, version: VersionId) -> Path:
-        place = self.cluster.place_of(instance)
+        place = self.cluster.places.of_instance(instance)
         if place is None:  # an external server reads the folder of this host
             await self.fetch(version)
             return await asyncio.to_thread(self.store.folder, version)
-        places = self.cluster.group_of(place)
+        places = self.cluster.places.group_of(place)
         folders = [await self.cluster.spread.folder(place, version) for place in places]
         if len(set(folders)) > 1:
             names = " and ".join(place.name for place in places)

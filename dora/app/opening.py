@@ -49,7 +49,7 @@ from dora.journal.run_folder import RunFolder
 from dora.journal.spans import read_spans, read_timeline
 from dora.journal.tokens import TokenWriter
 from dora.journal.writer import JournalWriter
-from dora.node.cluster import Known, KnownNode
+from dora.node.places import Known, KnownNode
 from dora.observe.episodes import EpisodeStats
 from dora.observe.facts import ShellFacts
 from dora.observe.lanes import Lanes

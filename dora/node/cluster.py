@@ -12,15 +12,14 @@ that are lost.
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version as release_of
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import structlog
 from msgspec.structs import replace
@@ -30,6 +29,7 @@ from dora.config.schema import Config
 from dora.core.ids import InstanceId
 from dora.errors import RunFailed
 from dora.node.place import Changes, Place
+from dora.node.places import Known, Places
 from dora.node.spread import Spread
 from dora.tls import TlsFiles
 from dora.transport.node_ends import NodeHub
@@ -55,25 +55,8 @@ from dora.weights.store import VersionStore
 log = structlog.get_logger(__name__)
 
 BEAT_S: Final = 2.0
-#: Time for which a new run waits for all nodes, before it gives places to those that are there, in the order of names.
-GATHER_S: Final = 30.0
 #: Time in which this host must be able to connect to a node that has joined.
 ADMIT_S: Final = 30.0
-#: Time for which a node asks for a name that another one has, before it is rejected.
-NAMED_S: Final = 30.0
-#: Time that nodes of an earlier start have to come back before others may take their places.
-COME_BACK_S: Final = 15.0
-
-
-class KnownNode(NamedTuple):
-    """A node that has joined the run, as its folder records it."""
-
-    place: int
-    first_instance: int | None
-    servers: int
-
-
-Known = Mapping[str, KnownNode]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,15 +97,7 @@ class Cluster:
         self._checks: dict[int, asyncio.Task[None]] = {}  # of addresses, by place
         self._running: asyncio.Task[None] | None = None
         self.changes = Changes()
-        self._began = time.monotonic()
-        self._asked: dict[str, dict[bytes, float]] = {}  # name -> processes of that name -> when they first asked
-        self.places: list[Place] = []
-        for number in range(config.nodes.expected):
-            self._add_place().first_instance = self._first_instance(number)
-        for name, known in settings.known.items():
-            while len(self.places) <= known.place:
-                self._add_place()
-            self.places[known.place].name, self.places[known.place].first_instance = name, known.first_instance
+        self.places = Places(config, known=settings.known, removed=settings.removed, now=time.monotonic())
         self.spread = Spread(
             self.places,
             store=store,
@@ -159,18 +134,6 @@ class Cluster:
                     await asyncio.wait({cluster._running})
         finally:
             hub.close()
-
-    def _add_place(self) -> Place:
-        number = len(self.places)
-        self.places.append(place := Place(number, has_ranks=number < self._config.num_training_nodes))
-        return place
-
-    def _first_instance(self, number: int) -> int | None:
-        """Return the first instance of a place that the run begins with."""
-        config = self._config
-        rolling = number - config.num_training_nodes
-        first = InstanceId(len(config.engine.urls) + rolling // config.nodes_of_server * config.servers_of_node)
-        return first if rolling >= 0 and first not in self._settings.removed else None
 
     # -- loops --------------------------------------------------------------------------------------------------------
 
@@ -253,8 +216,8 @@ class Cluster:
             await self._hub.send(identity, Rejected(reason=f"{reason}; install the same release"))
             return
         if join.run_id not in ("", self._settings.run_id):
-            return  # its run may go on elsewhere; otherwise it ends by itself
-        place, reason = self._place_for(join.name, identity)
+            return  # its own controller may be elsewhere; otherwise its lease ends it
+        place, reason = self.places.place_for(join.name, identity, now=time.monotonic())
         if place is None:
             if reason:
                 await self._hub.send(identity, Rejected(reason=reason))
@@ -264,10 +227,9 @@ class Cluster:
         if place.identity != identity:
             if place.identity is not None:
                 self._lose(place, "its process was started again")
-            self._asked.pop(join.name, None)
             place.name, place.identity, place.lost = join.name, identity, "it has not reported yet"
             place.joined_at = time.monotonic()
-            self._save()
+            self._settings.save(self.places.known())
         place.heard_at = time.monotonic()
         await self._welcome(place)
 
@@ -284,7 +246,7 @@ class Cluster:
 
     async def _number(self, place: Place) -> bool:
         """Give numbers to the servers of a place, and of those with which it shares one; False if it is too early."""
-        group = self.group_of(place)
+        group = self.places.group_of(place)
         if group[0].first_instance is None:
             if self.on_new_servers is None:
                 return False
@@ -295,40 +257,6 @@ class Cluster:
                     await self._welcome(other)
         place.first_instance = group[0].first_instance
         return True
-
-    def group_of(self, place: Place) -> list[Place]:
-        """Return the places over which a server extends, in the order of their ranks; only this one in most runs."""
-        first, several = self._config.num_training_nodes, self._config.nodes_of_server
-        begin = place.number - (place.number - first) % several
-        return self.places[begin : begin + several]
-
-    def _save(self) -> None:
-        each = self._config.servers_of_node
-        self._settings.save({p.name: KnownNode(p.number, p.first_instance, each) for p in self.places if p.name})
-
-    def _place_for(self, name: str, identity: bytes) -> tuple[Place | None, str]:
-        """Return the place of a node that joins, or why it is rejected; neither if it must ask again later."""
-        now = time.monotonic()
-        asked_at = self._asked.setdefault(name, {}).setdefault(identity, now)
-        if self._is_gathering(now):
-            return None, ""
-        for place in self.places:
-            if place.identity == identity:
-                return place, ""
-            if place.name == name and place.identity is not None and not place.is_silent:
-                reason = f"another node is named {name}; give it another name (--name)"
-                return None, reason if now - asked_at > NAMED_S else ""
-            if place.name == name:
-                return place, ""
-        vacant = [place for place in self.places if place.identity is None]
-        if now - self._began < COME_BACK_S and self._settings.known:
-            vacant = [place for place in vacant if not place.name]
-        if not vacant and len(self.places) < self._config.max_nodes:
-            vacant = [self._add_place()]
-        if not vacant:
-            is_full = all(place.identity is not None for place in self.places)
-            return None, f"the run has its {self._config.max_nodes} nodes (nodes.max)" if is_full else ""
-        return min(vacant, key=lambda place: (place.name != "", place.number)), ""
 
     def _on_report(self, place: Place, report: Report) -> None:
         was_silent, place.heard_at = place.is_silent, time.monotonic()
@@ -393,18 +321,6 @@ class Cluster:
         )
         self.changes.tell()
 
-    def _is_gathering(self, now: float) -> bool:
-        """Whether a new run still waits for all nodes. Then they get their places in the order of their names."""
-        if any(place.name for place in self.places):
-            return False
-        names = sorted(self._asked, key=_natural)
-        first = min(at for askers in self._asked.values() for at in askers.values())
-        if len(names) < self._config.nodes.expected and now - first < GATHER_S:
-            return True
-        for place, name in zip(self.places, names, strict=False):
-            place.name = name
-        return False
-
     def _why_unfit(self, place: Place, report: Report) -> str:
         config = self._config
         needs_gpus = (config.trainer if place.has_ranks else config.engine).device == "cuda"
@@ -450,21 +366,7 @@ class Cluster:
             await self._hub.send(place.identity, Over(term=self._settings.term, reason="the node has left the run"))
         place.name, place.identity, place.report, place.orders = "", None, None, None
         place.lost = "the node has left"
-        for other in self.group_of(place):
+        for other in self.places.group_of(place):
             other.first_instance = None
-        self._save()
+        self._settings.save(self.places.known())
         self.changes.tell()
-
-    def place_of(self, instance: InstanceId) -> Place | None:
-        """Return the place of a server of a node."""
-        each = self._config.servers_of_node
-        for place in self.places:
-            first = place.first_instance
-            if first is not None and first <= instance < first + each:
-                return place
-        return None
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts node-2 before node-10."""
-    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]

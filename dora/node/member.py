@@ -29,7 +29,7 @@ from dora.errors import ConfigError
 from dora.journal.access import restrict, set_umask
 from dora.node.cuda import num_devices
 from dora.node.place import Changes
-from dora.node.plan import ProcessPlan, ServerPart, TrainingNode, plan_node_engines, plan_trainer
+from dora.node.plan import ProcessPlan, RollingNode, ServerPart, TrainingNode, plan_engines, plan_trainer
 from dora.node.ports import free_port, interface_of
 from dora.node.processes import OrderedProcess
 from dora.node.sources import last_known
@@ -59,7 +59,7 @@ FETCH_PAUSE_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """What a node is told by whoever starts it."""
+    """What a node is started with."""
 
     name: str
     host: str  # its address for others
@@ -225,14 +225,16 @@ class Member:
 
     async def _plan_server(self, index: int) -> ProcessPlan:
         assert self._orders is not None, "there are orders to start it"
-        plans = plan_node_engines(
+        plans = plan_engines(
             self.config,
-            first=self.first_instance,
-            host=self._settings.host,
             model=Path(self._paths.model),
             lease=self._lease,
             environ=os.environ,
-            part=self._part(self._orders.servers[index]),
+            node=RollingNode(
+                first_instance=self.first_instance,
+                host=self._settings.host,
+                part=self._part(self._orders.servers[index]),
+            ),
         )
         if index >= len(plans):
             raise ConfigError(f"the controller ordered server {index}, but this node has {len(plans)}")

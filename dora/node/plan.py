@@ -49,44 +49,26 @@ class ServerPart:
     interface: str  #: of this host, towards the others; "" if unknown
 
 
-def plan_engines(config: Config, *, model: Path, lease: Path, environ: Mapping[str, str]) -> list[ProcessPlan]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollingNode:
+    """A node that has servers."""
+
+    first_instance: int
+    host: str  #: its address, at which they listen
+    part: ServerPart | None = None  #: what it has of a server over several nodes
+
+
+def plan_engines(
+    config: Config, *, model: Path, lease: Path, environ: Mapping[str, str], node: RollingNode | None = None
+) -> list[ProcessPlan]:
     """Return the servers that the run starts on this host, in the order of their instances, which follow the external
-    ones.
+    ones, or those of a node.
 
     Each server gets its API key when it is started.
     """
-    each = assign_gpus(config, environ=environ)
-    return _engines(config, each, first=len(config.engine.urls), host=HOST, model=model, lease=lease, environ=environ)
-
-
-def plan_node_engines(
-    config: Config,
-    *,
-    first: int,
-    host: str,
-    model: Path,
-    lease: Path,
-    environ: Mapping[str, str],
-    part: ServerPart | None = None,
-) -> list[ProcessPlan]:
-    """Return the servers of a node that rolls out, from instance `first` on. They listen on `host`. `part`: what the
-    node has of a server over several nodes."""
-    each = assign_node_gpus(config, environ=environ)
-    return _engines(config, each, first=first, host=host, model=model, lease=lease, environ=environ, part=part)
-
-
-def _engines(
-    config: Config,
-    gpus: Sequence[str],
-    *,
-    first: int,
-    host: str,
-    model: Path,
-    lease: Path,
-    environ: Mapping[str, str],
-    part: ServerPart | None = None,
-) -> list[ProcessPlan]:
-    engine = config.engine
+    engine, part = config.engine, node.part if node is not None else None
+    first, host = (node.first_instance, node.host) if node is not None else (len(engine.urls), HOST)
+    gpus = (assign_gpus if node is None else assign_node_gpus)(config, environ=environ)
     interfaces = _COLLECTIVES if part is None else _interfaces(part.interface, environ)
     env = interfaces | child_env(environ, lease=lease, threads=engine.threads) | engine.environment
     return [

@@ -1,4 +1,4 @@
-"""From whom a node receives a version: a pure function of who has it.
+"""The sources from which a node receives a version: a pure function of which nodes have it.
 
 The receivers form a chain in the order of their places, with the controller behind them, and then the maker, which may
 have lost the version. Each takes it from the one before it, which passes on what it has received so far; so the maker's
@@ -31,7 +31,7 @@ MAX_OTHERS: Final = 3
 def choose(chain: Sequence[Holding]) -> list[list[int]]:
     """Return the sources of each receiver, as positions in the chain, whose last one may be the maker.
 
-    Empty if it has the version, if it should wait for its predecessor to begin, or if nobody has the version.
+    Empty if it has the version, if it should wait for its predecessor to begin, or if no node has the version.
     """
     complete = [i for i, held in enumerate(chain) if held is Holding.ALL][:MAX_OTHERS]
     found: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Which nodes have which versions, and from whom each of them, and this host, receives them.
+"""Which nodes have which versions, and the sources from which each node, and this host, receives them.
 
 Invariant: only versions that the controller has journaled are named to nodes, until they are released. This host is the
 last receiver, and keeps the durable copy.
@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 
 #: Delay before a version that could not be received is asked for again.
 FETCH_PAUSE_S: Final = 1.0
-#: Limit of the wait for a version on a node; one that takes longer than this is of no use to a run.
+#: Limit of the wait for a version on a node; a version that takes longer is useless to a run.
 ARRIVAL_TIMEOUT_S: Final = 3_600.0
 
 

@@ -1,7 +1,7 @@
 """Both ends of the connection between the controller and its nodes: a ROUTER socket, and a DEALER for each address.
 
 Invariant: frames come only from holders of the run's token (`curve`), and are bounded in size and number. A message
-that violates the protocol is refused with a reason, and reaches nobody.
+that violates the protocol is refused with a reason, and is not passed on.
 """
 
 from __future__ import annotations

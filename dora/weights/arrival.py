@@ -1,4 +1,4 @@
-"""A folder that arrives from other nodes: what of it has come, from whom, and whether it is right.
+"""A folder that arrives from other nodes: what has arrived, from which source, and whether it is correct.
 
 Files come one after another, each in pieces from its start, so that the first `num_bytes` of a file can be passed on
 while the rest is under way; the next piece is asked for before one is hashed and written. A source is believed nothing,
@@ -57,7 +57,7 @@ async def in_thread(
     except asyncio.CancelledError:
         stop()
         await asyncio.wait({running})
-        running.exception()  # asyncio logs one that nobody has looked at
+        running.exception()  # asyncio logs an exception that was never retrieved
         raise
 
 

@@ -5,7 +5,7 @@
     GET /checkpoints/<name>/<file>
 
 Invariant: only holders of the key are served, and only files that a manifest names, or ranks' files of checkpoints; of
-what is still being fetched, pieces that have arrived. A request waits for what may be here soon. What is fetched
+what is still being fetched, pieces that have arrived. A request waits for bytes that may arrive soon. What is fetched
 becomes visible complete, or not at all.
 """
 

@@ -13,8 +13,9 @@ import pytest
 
 from dora.config.load import load
 from dora.core.ids import VersionId
-from dora.node.cluster import Cluster, ClusterSettings, Known
+from dora.node.cluster import Cluster, ClusterSettings
 from dora.node.place import ALIVE_S
+from dora.node.places import Known
 from dora.weights.store import VersionStore
 from tests.cluster import sessions
 from tests.cluster.sessions import session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -162,25 +163,18 @@ def test_a_run_locked_by_another_process_is_not_read(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for path in (folder.config, folder.journal):
         path.write_bytes(b"\xff no config and no journal")
+    resume_it = partial(
+        command,
+        None,
+        [],
+        resume=tmp_path,
+        accept_changes=False,
+        trust_folder=False,
+        rollout_only=False,
+        train_only=None,
+        or_continue=False,
+    )
     with hold(folder.lock), pytest.raises(ConfigError, match="lock is held by another process"):
-        command(
-            None,
-            [],
-            resume=tmp_path,
-            accept_changes=False,
-            trust_folder=False,
-            rollout_only=False,
-            train_only=None,
-            or_continue=False,
-        )
+        resume_it()
     with pytest.raises(ConfigError, match=r"config\.toml"):
-        command(
-            None,
-            [],
-            resume=tmp_path,
-            accept_changes=False,
-            trust_folder=False,
-            rollout_only=False,
-            train_only=None,
-            or_continue=False,
-        )
+        resume_it()

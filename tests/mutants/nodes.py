@@ -110,30 +110,6 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "test_a_report_to_another_controller_says_nothing",
         ),
         (
-            "places-of-known-nodes-given-to-others",
-            "        if now - self._began < COME_BACK_S and self._settings.known:",
-            "        if False:",
-            "test_nodes_of_an_earlier_start_come_back_to_their_places",
-        ),
-        (
-            "known-node-gets-another-place",
-            '            if place.name == name:\n                return place, ""\n',
-            "",
-            "test_nodes_of_an_earlier_start_come_back_to_their_places",
-        ),
-        (
-            "name-of-a-node-that-is-alive-given-to-another",
-            "            if place.name == name and place.identity is not None and not place.is_silent:",
-            "            if False:",
-            "test_a_name_is_rejected_while_a_node_that_is_alive_has_it",
-        ),
-        (
-            "places-in-the-order-of-joining",
-            "        names = sorted(self._asked, key=_natural)",
-            "        names = [*self._asked]",
-            "test_a_new_run_gives_places_in_the_natural_order_of_names",
-        ),
-        (
             "orders-sent-once",
             "and place.report.serial != place.serial:",
             "and False:",
@@ -156,6 +132,34 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "await asyncio.to_thread(self._settings.connects, report.relay) is False",
             "not await asyncio.to_thread(self._settings.connects, report.relay)",
             "test_a_silent_node_whose_host_gives_no_answer_is_not_lost",
+        ),
+    ),
+    *of(
+        "dora/node/places.py",
+        "tests/node/test_cluster.py",
+        (
+            "places-of-known-nodes-given-to-others",
+            "        if now - self._began < COME_BACK_S and self._known:",
+            "        if False:",
+            "test_nodes_of_an_earlier_start_come_back_to_their_places",
+        ),
+        (
+            "known-node-gets-another-place",
+            '            if place.name == name:\n                return place, ""\n',
+            "",
+            "test_nodes_of_an_earlier_start_come_back_to_their_places",
+        ),
+        (
+            "name-of-a-node-that-is-alive-given-to-another",
+            "            if place.name == name and place.identity is not None and not place.is_silent:",
+            "            if False:",
+            "test_a_name_is_rejected_while_a_node_that_is_alive_has_it",
+        ),
+        (
+            "places-in-the-order-of-joining",
+            "        names = sorted(self._asked, key=_natural)",
+            "        names = [*self._asked]",
+            "test_a_new_run_gives_places_in_the_natural_order_of_names",
         ),
     ),
     *of(

@@ -14,8 +14,9 @@ from dora.config.load import dump, load
 from dora.config.schema import Config
 from dora.core.ids import InstanceId
 from dora.node.agent import run_node
-from dora.node.cluster import Cluster, ClusterSettings, Known
+from dora.node.cluster import Cluster, ClusterSettings
 from dora.node.member import NodeSettings
+from dora.node.places import Known
 from dora.transport.node_ends import NodeEnd, NodeHub
 from dora.transport.node_messages import (
     NODE_PROTOCOL,

@@ -14,8 +14,9 @@ from dora.core.ids import InstanceId
 from dora.errors import RunFailed
 from dora.node import cluster as cluster_module
 from dora.node import place as place_module
-from dora.node.cluster import KnownNode
+from dora.node import places as places_module
 from dora.node.place import Place
+from dora.node.places import KnownNode
 from dora.transport.node_messages import (
     Beat,
     NodeOrders,
@@ -37,7 +38,7 @@ def beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """A controller that beats often, and is patient otherwise."""
     monkeypatch.setattr(cluster_module, "BEAT_S", 0.02)
     for name in ("GATHER_S", "NAMED_S", "COME_BACK_S"):
-        monkeypatch.setattr(cluster_module, name, WAIT_S)
+        monkeypatch.setattr(places_module, name, WAIT_S)
 
 
 async def joined(there: Controller, *peers: Peer) -> list[int]:
@@ -72,7 +73,7 @@ async def test_a_new_run_gives_places_in_the_natural_order_of_names(tmp_path: Pa
 async def test_a_run_that_waits_for_nodes_begins_with_those_that_are_there_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_module, "GATHER_S", 0.2)
+    monkeypatch.setattr(places_module, "GATHER_S", 0.2)
     async with controller(tmp_path) as there:
         with Peer(there.address, "node-2") as one, Peer(there.address, "node-1") as other:
             assert await joined(there, one, other) == [0, -1]
@@ -88,7 +89,7 @@ async def test_a_name_is_rejected_while_a_node_that_is_alive_has_it(
             refused = asyncio.create_task(second.refused())
             await asyncio.wait({alive, refused}, timeout=0.5)
             assert not refused.done()  # a node that was killed may come back under its name
-            monkeypatch.setattr(cluster_module, "NAMED_S", 0.0)
+            monkeypatch.setattr(places_module, "NAMED_S", 0.0)
             assert await refused == "another node is named n; give it another name (--name)"
             await there.cluster.end("done")
             await alive
@@ -133,7 +134,7 @@ async def test_more_nodes_join_up_to_the_limit(tmp_path: Path) -> None:
             first, second, third = (stack.enter_context(Peer(there.address, name)) for name in "abc")
             assert [(await peer.join()).first_instance for peer in (first, second)] == [0, 41]
             assert await third.refused() == "the run has its 2 nodes (nodes.max)"
-            assert there.cluster.place_of(41) is there.cluster.places[1]
+            assert there.cluster.places.of_instance(41) is there.cluster.places[1]
 
 
 @pytest.mark.parametrize(
@@ -359,7 +360,7 @@ async def test_nodes_of_an_earlier_start_come_back_to_their_places(tmp_path: Pat
 async def test_the_place_of_a_node_that_does_not_come_back_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_module, "COME_BACK_S", 0.1)
+    monkeypatch.setattr(places_module, "COME_BACK_S", 0.1)
     async with controller(tmp_path, known=KNOWN, term=1) as there:
         with Peer(there.address, "new") as new, Peer(there.address, "a") as late:
             assert (await new.join()).first_instance == -1

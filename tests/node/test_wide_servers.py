@@ -13,7 +13,7 @@ from dora.app.nodes import NodeServer
 from dora.controller.fleet import Started
 from dora.errors import RemoteError
 from dora.node import cluster as cluster_module
-from dora.node.plan import ServerPart, plan_node_engines
+from dora.node.plan import RollingNode, ServerPart, plan_engines
 from dora.transport.node_messages import NodeOrders, ProcessState, ServerOrder
 from tests.node.peers import WAIT_S, Controller, Peer, config_of, controller
 
@@ -116,15 +116,15 @@ async def test_nodes_that_stay_get_the_number_of_the_next_server(tmp_path: Path)
             assert [place.first_instance for place in there.cluster.places] == [None, None]
             assert (await c.join()).first_instance == 9
             assert [place.first_instance for place in there.cluster.places] == [9, 9]
-            assert there.cluster.place_of(9) is there.cluster.places[0]
+            assert there.cluster.places.of_instance(9) is there.cluster.places[0]
 
 
 def test_a_part_knows_its_place_and_its_interface(tmp_path: Path) -> None:
     def argv(part: ServerPart | None) -> list[str]:
         config = config_of(*WIDE, "engine.device=cuda")
-        [plan] = plan_node_engines(
-            config, first=0, host="h", model=tmp_path, lease=tmp_path, environ={"NCCL_SOCKET_IFNAME": "ib0"}, part=part
-        )
+        node = RollingNode(first_instance=0, host="h", part=part)
+        environ = {"NCCL_SOCKET_IFNAME": "ib0"}
+        [plan] = plan_engines(config, model=tmp_path, lease=tmp_path, environ=environ, node=node)
         names.append((plan.env["GLOO_SOCKET_IFNAME"], plan.env["NCCL_SOCKET_IFNAME"]))
         assert plan.env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
         return list(plan.argv)

@@ -4,7 +4,7 @@ With `live`, nothing is drained: running requests continue under the new weights
 server has reported `label` and serves again) or raises `PushFailed`, which names the stage and tells whether the
 weights may have changed or the server may still be paused (`doubtful`). A doubtful server gets no work until a push is
 confirmed. Before the weights change, the server's label becomes `UNCONFIRMED`; it becomes `label` once they are proved,
-so that whoever finds the server later knows what it holds, although this controller may have died at any point. This
+so that a later controller knows what the server holds, even if this one died at any point. This
 order works in every release of SGLang since 0.5.18. The `Transfer` moves the weights: `Disk` here, or
 `distributed.Distributed`. During a push, nothing else is sent to the server, not even a health check.
 """
