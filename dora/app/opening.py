@@ -49,7 +49,7 @@ from dora.journal.run_folder import RunFolder
 from dora.journal.spans import read_spans, read_timeline
 from dora.journal.tokens import TokenWriter
 from dora.journal.writer import JournalWriter
-from dora.node.places import Known, KnownNode
+from dora.node.places import NODE_NAME, Known, KnownNode
 from dora.observe.episodes import EpisodeStats
 from dora.observe.facts import ShellFacts
 from dora.observe.lanes import Lanes
@@ -69,11 +69,14 @@ def read_nodes(path: Path) -> Known:
     """Return the nodes that have joined the run, by name; none if there is no file."""
     try:
         data = foreign.read(path, max_bytes=MAX_NODES_BYTES)
-        return msgspec.json.decode(data, type=dict[str, KnownNode])
+        found = msgspec.json.decode(data, type=dict[str, KnownNode])
     except FileNotFoundError:
         return {}
-    except (OSError, msgspec.MsgspecError, foreign.ForeignFileError) as err:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, foreign.ForeignFileError) as err:
         raise ConfigError(f"{path}: cannot be read ({err}); delete it if all nodes are new") from err
+    if not all(map(NODE_NAME.fullmatch, found)) or len({node.place for node in found.values()}) < len(found):
+        raise ConfigError(f"{path}: no run wrote these names and places; delete it if all nodes are new")
+    return found
 
 
 def open_store(config: Config, folder: RunFolder, model: Path, stack: AsyncExitStack) -> VersionStore:
@@ -171,14 +174,16 @@ class Opened:
         self._begin_journal()
 
     def _known_nodes(self) -> Known:
-        """Read which nodes had joined, without those that have left or had another number of servers."""
+        """Read which nodes had joined, without those that have left or for which there is no room now."""
         config, removed = self.job.config, self.job.state.removed
         if not config.nodes.expected:
             return {}
         return {
             name: known
             for name, known in read_nodes(self.folder.nodes).items()
-            if known.servers == config.servers_of_node and known.first_instance not in removed
+            if known.servers == config.servers_of_node
+            and known.place < config.max_nodes
+            and known.first_instance not in removed
         }
 
     def _close_store(self) -> None:

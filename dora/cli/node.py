@@ -16,8 +16,8 @@ from dora.app.node import run_node_process
 from dora.cli.output import say, tell
 from dora.config.load import read_secret
 from dora.errors import ConfigError
+from dora.node.places import NODE_NAME
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
 MAX_PORT = 65_535
 #: Time in which the name of the controller must get an address, and the pause between two looks.
 NAME_TIMEOUT_S = 600.0
@@ -34,7 +34,7 @@ def node(
     if token is None:
         raise ConfigError("DORA_TOKEN is not set: a node needs the token of the run; set it, or DORA_TOKEN_FILE")
     name = name or socket.gethostname()
-    if not _NAME.fullmatch(name):
+    if not NODE_NAME.fullmatch(name):
         raise ConfigError(f"--name {name}: letters, digits, '-', '_' and '.' are allowed")
     address = address or _own_address(controllers[0])
     tell(f"node {name} at {address} looks for a controller at {', '.join(controllers)}")

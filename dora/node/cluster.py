@@ -29,7 +29,7 @@ from dora.config.schema import Config
 from dora.core.ids import InstanceId
 from dora.errors import RunFailed
 from dora.node.place import Changes, Place
-from dora.node.places import Known, Places
+from dora.node.places import NODE_NAME, Known, Places
 from dora.node.spread import Spread
 from dora.tls import TlsFiles
 from dora.transport.node_ends import NodeHub
@@ -214,6 +214,9 @@ class Cluster:
                 f"it has DORA {join.release} (protocol {join.protocol}), the controller {release} ({NODE_PROTOCOL})"
             )
             await self._hub.send(identity, Rejected(reason=f"{reason}; install the same release"))
+            return
+        if not NODE_NAME.fullmatch(join.name):
+            await self._hub.send(identity, Rejected(reason="a name has up to 200 letters, digits, '-', '_' and '.'"))
             return
         if join.run_id not in ("", self._settings.run_id):
             return  # its own controller may be elsewhere; otherwise its lease ends it

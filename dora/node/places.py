@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final, NamedTuple, overload
+from typing import Annotated, Final, NamedTuple, overload
 
-from dora.config.schema import Config
+from msgspec import Meta
+
+from dora.config.schema import MAX_NODES, Config
 from dora.core.ids import InstanceId
 from dora.node.place import Place
 
@@ -23,12 +25,18 @@ NAMED_S: Final = 30.0
 COME_BACK_S: Final = 15.0
 
 
+#: What a name may be: it is shown, and a key in a file of the run.
+NODE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
+#: More than the numbers that instances get in any run.
+MAX_INSTANCE: Final = 1 << 24
+
+
 class KnownNode(NamedTuple):
     """A node that has joined the run, as its folder records it."""
 
-    place: int
-    first_instance: int | None
-    servers: int
+    place: Annotated[int, Meta(ge=0, lt=MAX_NODES)]
+    first_instance: Annotated[int, Meta(ge=0, lt=MAX_INSTANCE)] | None
+    servers: Annotated[int, Meta(ge=1, lt=MAX_INSTANCE)]
 
 
 Known = Mapping[str, KnownNode]

@@ -175,6 +175,14 @@ async def test_a_node_that_the_controller_cannot_connect_to_is_rejected(
             assert reason.startswith("the controller cannot connect to http://n:1; give the address of this node")
 
 
+@pytest.mark.parametrize("name", ["", "a b", "\x1b[2J", "n" * 201, "../n"])
+async def test_a_name_that_no_command_line_allows_is_rejected(tmp_path: Path, name: str) -> None:
+    async with controller(tmp_path, *ONE) as there:
+        with Peer(there.address, name) as peer:
+            assert (await peer.refused()).startswith("a name has up to 200 letters")
+        assert there.saved == []
+
+
 async def test_a_node_that_cannot_be_reached_at_first_is_tried_again(tmp_path: Path) -> None:
     answers = [None, False]
     async with controller(tmp_path, *ONE, connects=lambda relay: answers.pop(0) if answers else True) as there:
