@@ -1,5 +1,6 @@
 """Defines the command line: commands, options, help texts and exit codes. Each command is implemented in its own file;
-the options of `dora instances` and of hidden commands are in instance_commands.py and processes.py.
+the options of `dora instances`, and of commands that run one process of a run, are in instance_commands.py and
+processes.py.
 
 Exit codes: 0 success, 1 failure, 2 invalid input, 3 the audit (in `dora audit`, or at the end of `dora run`) found a
 violation of C1, C2 or C3 that is not by design of the strategy, 130 interrupted. Errors are printed as one line per
@@ -367,84 +368,6 @@ def export(
     from dora.cli.export import export as command
 
     command(folder, version=version, to=to)
-
-
-@app.command()
-def serve(
-    model: Annotated[Path, typer.Option(help="Hugging Face model folder, or 'seed': the shipped policy.")] = Path(
-        "seed"
-    ),
-    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to bind; 0: any free port.")] = 30_000,
-    slots: Annotated[int, typer.Option(min=1, help="Number of requests decoded at the same time.")] = 64,
-    kv_tokens: Annotated[int, typer.Option(min=16, help="KV capacity in tokens.")] = 65_536,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    threads: Annotated[int, typer.Option(min=1, help="Number of torch threads.")] = 1,
-    weight_version: Annotated[str, typer.Option(help="Label of the initial weights.")] = "default",
-    incremental_streaming_output: Annotated[
-        bool, typer.Option("--incremental-streaming-output", help="Stream only the new tokens in each chunk.")
-    ] = False,
-    skip_tokenizer_init: Annotated[
-        bool, typer.Option("--skip-tokenizer-init", help="Accept and return token ids only, no text.")
-    ] = False,
-    max_queued_requests: Annotated[
-        int | None, typer.Option(min=0, help="Maximum number of queued requests (default: unlimited).")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed for requests without one.")] = 0,
-    dialect: Annotated[str, typer.Option(help="SGLang release to imitate, 0.5.18 to 0.5.23; for tests.")] = "0.5.20",
-) -> None:
-    """Run the embedded engine, which speaks SGLang's protocol."""
-    from dora.cli.serve import serve as command
-
-    command(
-        model,
-        host=host,
-        port=port,
-        slots=slots,
-        kv_tokens=kv_tokens,
-        device=device,
-        dtype=dtype,
-        threads=threads,
-        weight_version=weight_version,
-        incremental_streaming_output=incremental_streaming_output,
-        skip_tokenizer_init=skip_tokenizer_init,
-        max_queued_requests=max_queued_requests,
-        seed=seed,
-        dialect=dialect,
-    )
-
-
-@app.command()
-def node(
-    controller: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT,...", help="Where the controller listens for nodes (default: DORA_CONTROLLER)."
-        ),
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File with the run's token (default: DORA_TOKEN or DORA_TOKEN_FILE)."),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of this node, the same after a restart (default: the host name).")
-    ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(help="Address of this node for others (default: that of the interface to the controller)."),
-    ] = None,
-    folder: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder for logs, and for versions without room in memory.")
-    ] = Path("node"),
-) -> None:
-    """Join a run as a node: start its servers or ranks here, until the run is over.
-
-    SIGTERM has a node without ranks leave the run, once its answers have moved or ended.
-    """
-    from dora.cli.node import node as command
-
-    command(controller, token_file=token_file, name=name, address=address, folder=folder)
 
 
 @app.command()

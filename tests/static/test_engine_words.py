@@ -12,7 +12,7 @@ from dora.engine.sglang import launch, protocol
 
 DORA = Path(__file__).parents[2] / "dora"
 #: Folders that may use its words, and two files: the table of engines, and the options of `dora serve`.
-MAY_KNOW = ("engine/sglang/", "embedded/", "paced/", "config/", "engine/engines.py", "cli/app.py")
+MAY_KNOW = ("engine/sglang/", "embedded/", "paced/", "config/", "engine/engines.py", "cli/processes.py")
 
 #: Routes and flags that are anybody's.
 COMMON = {"/health", "/metrics", "/ready", "--host", "--port", "--device", "--dtype"}
