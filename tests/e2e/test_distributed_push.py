@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -33,8 +34,12 @@ def test_a_run_outlives_its_senders_and_its_servers_never_read_the_store(tmp_pat
         log = (folder.logs / "engine-0.log").read_text()
         [url] = re.findall(r"^ready (http://\S+)$", log, re.MULTILINE)
         key = run.engine(0).environ()[SERVE_KEY]
-        info = msgspec.json.decode(get(f"{url}/model_info", Authorization=f"Bearer {key}")[2])
-        assert info["weight_version"].startswith(folder.run_id)
+
+        def between_pushes() -> dict[str, Any] | None:
+            info = msgspec.json.decode(get(f"{url}/model_info", Authorization=f"Bearer {key}")[2])
+            return info if info["weight_version"].startswith(folder.run_id) else None
+
+        info = until(between_pushes, what="a version of this run")
         assert folder.run_id not in info["model_path"]  # an update from disk would show the store's folder
         second = senders(run)
         assert second

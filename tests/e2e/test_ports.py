@@ -179,7 +179,7 @@ async def test_every_start_of_a_server_has_a_key_of_its_own(tmp_path: Path) -> N
         server = ManagedServer(child, engine=engine, api_key=None)
         known = []
         for _ in range(2):
-            known.append(client.keys[await server.start()])
+            known.append(client.keys[(await server.start()).url])
         assert [line for line in child.log.read_text().split("\n") if len(line) == 64] == known
         assert len(set(known)) == 2
         await ManagedServer(child, engine=engine, api_key="sesame").start()
