@@ -1,6 +1,7 @@
 """Waits for the nodes of a configuration; reports what they have, and how fast a version reaches each. Changes nothing.
 
-The version is the model itself, which takes the way that versions take in a run.
+The version is the model itself, which takes the way that versions take in a run. The node that makes versions receives
+it too: checkpoints come back on that link.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+from dora.app.checkpoint_time import WriteRate, checkpoint_bytes, interval_s, time_of_checkpoint
+from dora.app.estimate import Shapes, size_text
 from dora.app.nodes import connects, require_token
 from dora.app.opening import publish_model
 from dora.app.settings import live_bytes
+from dora.app.trainer_check import outline_of
 from dora.config.schema import Config
 from dora.core.ids import FIRST_VERSION
 from dora.errors import ConfigError
@@ -59,9 +64,19 @@ async def check_nodes(config: Config, report: Report) -> bool:
         )
         async with Cluster.listening(config, settings, store=store, checkpoints=root) as cluster:
             are_here = await _report_nodes(cluster, config, live_bytes(config, model), report)
-            arrived = await _report_links(cluster, config, manifest, report)
+            rates = await _report_links(cluster, manifest, report)
             await cluster.end("the check is over", may_join_another=True)
-    return are_here and arrived
+    if rates and config.checkpoints_are_copied and 0 in rates:
+        link = WriteRate(rates[0], f"measured from here to {cluster.places[0].name}")
+        report("checkpoint", await asyncio.to_thread(_time_of_checkpoint, config, model, link))
+    return are_here and rates is not None
+
+
+def _time_of_checkpoint(config: Config, model: Path, link: WriteRate) -> str:
+    _, outline = outline_of(config, model, None)
+    shapes = replace(Shapes.read(model), parameters=outline.parameters)
+    interval = interval_s(config, shapes)
+    return time_of_checkpoint(config, checkpoint_bytes(config, outline), rate=link, interval=interval)
 
 
 async def _report_nodes(cluster: Cluster, config: Config, needed: int, report: Report) -> bool:
@@ -93,31 +108,38 @@ def _about(place: Place, config: Config, needed: int) -> str:
         f"{found.shared_bytes / 2**30:.2f} GB for versions ({room})",
         f"{config.engine.kind} {found.engine or 'NOT INSTALLED'}",
         f"at {found.relay.url}",
+        f"port {found.meeting_port} is free for ranks or a server over several nodes to meet",
     ]
     if abs(place.clock_ahead_s) > CLOCK_S:
         facts.append(f"its clock is {place.clock_ahead_s:+.0f} s off")
     return ", ".join(facts)
 
 
-async def _report_links(cluster: Cluster, config: Config, manifest: Manifest, report: Report) -> bool:
-    """Have all nodes receive the model, one from the other, and report when each has it."""
+async def _report_links(cluster: Cluster, manifest: Manifest, report: Report) -> dict[int, float] | None:
+    """Have the nodes receive the model, one from the other, and report when each has it.
+
+    Return the bytes per second of each by the number of its place; None if one has not received it.
+    """
     began = time.monotonic()
     cluster.spread.hold(manifest)
-    waiting = [place for place in cluster.places if place.report is not None and not place.has_ranks]
+    makers = cluster.places[:1]
+    waiting = [p for p in cluster.places if p.report is not None and (not p.has_ranks or p in makers)]
+    rates: dict[int, float] = {}
     try:
         async with asyncio.timeout(ARRIVAL_TIMEOUT_S):
             while waiting:
                 await cluster.wait_until(lambda: any(map(_has_it, waiting)))
                 for place in [place for place in waiting if _has_it(place)]:
                     waiting.remove(place)
-                    seconds, size = time.monotonic() - began, manifest.num_bytes / 2**20
-                    rate = f"{size / seconds:.0f} MB/s"
-                    report("version", f"{place.name}: {size:.1f} MB after {seconds:.2f} s ({rate})")
+                    seconds = time.monotonic() - began
+                    rates[place.number] = rate = manifest.num_bytes / seconds
+                    text = f"{size_text(manifest.num_bytes)} after {seconds:.2f} s ({size_text(rate)} per second)"
+                    report("version", f"{place.name}: {text}")
     except TimeoutError:
         for place in waiting:
             problem = place.report.problem if place.report is not None else place.lost
             report("version", f"{place.name}: NOT RECEIVED within {ARRIVAL_TIMEOUT_S:g} s; {problem}")
-    return not waiting
+    return None if waiting else rates
 
 
 def _has_it(place: Place) -> bool:

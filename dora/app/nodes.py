@@ -296,8 +296,7 @@ class NodeRanks:
         self._places = [place for place in cluster.places if place.has_ranks]
         self._each = opened.job.config.trainer.ranks // len(self._places)
         self._has_own_store = nodes.store == "relay"
-        #: Whether each node has a folder of its own for checkpoints, from which they are copied.
-        self.are_apart = self._has_own_store and nodes.checkpoints is None
+        self.are_apart = opened.job.config.checkpoints_are_copied
 
     async def start(self, *, port: int) -> None:
         """Have the nodes start them, which fetch what they need first; the controller listens for them at `port`."""

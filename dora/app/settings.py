@@ -56,7 +56,8 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
 def live_bytes(config: Config, model: Path) -> int:
     """Return the size of all versions that may be live at once. A version may be twice as large as the model's files,
     which may be in FP8."""
-    return (config.max_staleness + 1 + SPARE_VERSIONS) * 2 * model_bytes(model)
+    bases = 1 if config.nodes.deltas else 0
+    return (config.max_staleness + 1 + SPARE_VERSIONS + bases) * 2 * model_bytes(model)
 
 
 def rollout_only_settings(settings: Settings) -> Settings:

@@ -576,6 +576,12 @@ class Config(Section):
         return -(-trainer.ranks // nodes.gpus) if trainer.device == "cuda" else 1
 
     @property
+    def checkpoints_are_copied(self) -> bool:
+        """Whether ranks write checkpoints on disks of their nodes, from which they are copied into the run folder."""
+        nodes = self.nodes
+        return self.num_training_nodes > 0 and nodes.store == "relay" and nodes.checkpoints is None
+
+    @property
     def max_nodes(self) -> int:
         return self.nodes.max or self.nodes.expected
 

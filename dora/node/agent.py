@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, suppress
 from importlib.metadata import version as release_of
 from typing import Final
 
-from dora.errors import ConfigError, RunFailed
+from dora.errors import ConfigError, DoraError, RunFailed
 from dora.node.member import Member, NodeSettings
 from dora.transport.node_ends import NodeEnd
 from dora.transport.node_messages import NODE_PROTOCOL, Beat, Join, NodeOrders, NodeWelcome, Over, Rejected, Superseded
@@ -105,7 +105,11 @@ class _Agent:
     async def _take_part(self, welcome: NodeWelcome, address: str) -> None:
         member = self._member
         if member is None:
-            member = await Member.enter(self._stack, self._settings, welcome, on_change=self._changed.set)
+            try:
+                member = await Member.enter(self._stack, self._settings, welcome, on_change=self._changed.set)
+            except DoraError as err:
+                await self._end.send(address, self._join(problem=str(err)))
+                raise
         await member.change_controller(welcome, controller=address.rpartition(":")[0])
         self._settings.tell(f"takes part in {welcome.run_id}; logs: {member.logs}")
         self._member, self._term, self._followed = member, welcome.term, address
@@ -150,7 +154,10 @@ class _Agent:
     async def _introduce(self) -> None:
         """Join wherever no controller is heard."""
         run_id = self._member.run_id if self._member is not None else ""
-        join = Join(protocol=NODE_PROTOCOL, release=release_of("dora-rl"), name=self._settings.name, run_id=run_id)
         for address, heard_at in self._heard_at.items():
             if time.monotonic() - heard_at > SILENT_S:
-                await self._end.send(address, join)
+                await self._end.send(address, self._join(run_id=run_id))
+
+    def _join(self, *, run_id: str = "", problem: str = "") -> Join:
+        release = release_of("dora-rl")
+        return Join(protocol=NODE_PROTOCOL, release=release, name=self._settings.name, run_id=run_id, problem=problem)

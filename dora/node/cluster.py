@@ -218,6 +218,10 @@ class Cluster:
         if not NODE_NAME.fullmatch(join.name):
             await self._hub.send(identity, Rejected(reason="a name has up to 200 letters, digits, '-', '_' and '.'"))
             return
+        if join.problem:
+            if (place := next((place for place in self.places if place.identity == identity), None)) is not None:
+                self._lose(place, f"it cannot take part: {join.problem}")
+            return
         if join.run_id not in ("", self._settings.run_id):
             return  # its own controller may be elsewhere; otherwise its lease ends it
         place, reason = self.places.place_for(join.name, identity, now=time.monotonic())

@@ -1,7 +1,8 @@
 """Which nodes have which versions, and the sources from which each node, and this host, receives them.
 
-Invariant: only versions that the controller has journaled are named to nodes, until they are released. This host is the
-last receiver, and keeps the durable copy.
+Invariant: only versions that the controller has journaled are named to nodes, until they are released; with deltas, the
+newest version and the one before it for longer, as the base of the next one. This host is the last receiver, and keeps
+the durable copy.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Spread:
         self._changes = changes
         self._manifests: dict[VersionId, Manifest] = {}
         self._own: dict[VersionId, Holding] = {}  # what this host has
+        self._released: set[VersionId] = set()  # that nodes may still need as bases
         #: Versions that the ranks will write again: on their node, so that the journaled bytes are kept.
         self._again: dict[VersionId, Manifest] = {}
 
@@ -102,10 +104,26 @@ class Spread:
                     self._own[version] = Holding.NOTHING
 
     def release(self, version: VersionId) -> None:
-        """Have the nodes delete a version."""
-        if self._manifests.pop(version, None) is not None:
-            self._own.pop(version, None)
+        """Have the nodes delete a version, as soon as none needs it as the base of a delta."""
+        if version in self._manifests:
+            self._released.add(version)
             self._changes.tell()
+
+    def _forget_released(self) -> None:
+        for version in [version for version in self._released if not self._is_base(version)]:
+            self._released.discard(version)
+            del self._manifests[version]
+            self._own.pop(version, None)
+
+    def _is_base(self, version: VersionId) -> bool:
+        """Return whether the next version will arrive as a delta to this one, or still does."""
+        following, newest = VersionId(version + 1), max(self._manifests)
+        if self._base(following) is None or newest > following:
+            return False
+        if newest == version:
+            return True
+        found = {_holding(place, following) for place in self._places if not place.has_ranks} | {self._own[following]}
+        return not found <= {Holding.ALL, Holding.GONE}
 
     async def folder(self, place: Place, version: VersionId) -> Path:
         """Wait until a node has a version, and return its folder there; RemoteError if the node is lost."""
@@ -128,6 +146,7 @@ class Spread:
 
     def orders(self) -> list[dict[int, FolderOrder]]:
         """Return the versions that each node must hold, with their sources, in the order of the places."""
+        self._forget_released()
         found: list[dict[int, FolderOrder]] = [{} for _ in self._places]
         for version, manifest in {**self._manifests, **self._again}.items():
             files = dict(manifest.files)

@@ -115,6 +115,7 @@ class Join(Message, frozen=True):
     release: str  # of DORA
     name: str
     run_id: str  # of the run in which it takes part; "": none yet
+    problem: str = ""  # why it cannot take part; it ends then
 
 
 class ProcessState(WirePart, frozen=True):

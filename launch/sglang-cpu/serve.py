@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Start N real SGLang servers of one model folder on this machine's CPU, and end them with this process.
 
-Prints `ready http://127.0.0.1:PORT` for each server once all are healthy, like `dora serve`. Ends on SIGTERM, on
+Prints `ready http://HOST:PORT` for each server once all are healthy, like `dora serve`. Ends on SIGTERM, on
 SIGINT, and when no server is left; a server that ends early is reported, and the others keep running. Builds the
 environment first if necessary (build.py). No server outlives this process, however it ends.
 """
@@ -63,9 +63,9 @@ def main() -> None:
     try:
         for port in options.ports or _free_ports(options.servers):
             servers[port] = _start(python, port, logs=logs, options=options, more_flags=more_flags)
-        _wait_until_healthy(servers, logs=logs)
+        _wait_until_healthy(servers, host=options.host, logs=logs)
         for port in servers:
-            sys.stdout.write(f"ready http://127.0.0.1:{port}\n")
+            sys.stdout.write(f"ready http://{options.host}:{port}\n")
         sys.stdout.flush()
         _watch(servers, logs=logs)
     finally:
@@ -77,6 +77,7 @@ def _options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("model", type=Path, help="Hugging Face model folder")
     parser.add_argument("--servers", type=int, default=1, help="number of servers, on free ports (default: 1)")
     parser.add_argument("--ports", type=int, nargs="+", help="start one server on each port instead of --servers")
+    parser.add_argument("--host", default="127.0.0.1", help="address on which they listen (default: 127.0.0.1)")
     parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
     parser.add_argument("--slots", type=int, default=24, help="maximum number of concurrent requests per server")
     parser.add_argument("--kv-tokens", type=int, default=16_384, help="KV capacity per server in tokens")
@@ -109,7 +110,7 @@ def _start(
     command = [
         *(str(python), *(("-c", WITH_KEY) if os.environ.get(KEY) else ("-m", "sglang.launch_server"))),
         *("--model-path", str(options.model)),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", options.dtype),
+        *("--host", options.host, "--port", str(port), "--dtype", options.dtype),
         *("--nccl-port", str(_free_ports(1)[0])),  # by default, one of the ephemeral range
         *("--max-running-requests", str(options.slots), "--max-total-tokens", str(options.kv_tokens)),
         *("--weight-version", options.weight_version, *CPU_FLAGS, *DORA_FLAGS),
@@ -132,19 +133,19 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
-def _wait_until_healthy(servers: dict[int, subprocess.Popen[bytes]], *, logs: Path) -> None:
+def _wait_until_healthy(servers: dict[int, subprocess.Popen[bytes]], *, host: str, logs: Path) -> None:
     deadline = time.monotonic() + START_LIMIT_S
     for port in servers:
-        while not _is_healthy(port):
+        while not _is_healthy(host, port):
             _require_alive(servers, logs=logs)
             if time.monotonic() > deadline:
                 sys.exit(f"the server on port {port} is not healthy after {START_LIMIT_S:g} s; see {_log(logs, port)}")
             time.sleep(0.5)
 
 
-def _is_healthy(port: int) -> bool:
+def _is_healthy(host: str, port: int) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=30) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False

@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
 DEFAULT_JOB = Path(__file__).parents[2] / "launch" / "configs" / "arithmetic-cpu.toml"
 #: Times that a version may pass an interface, with everything else that passes it meanwhile.
 MOST = 1.1
+#: Share of a version that its delta may take, with everything else that passes meanwhile.
+LARGEST_DELTA = 0.25
 
 
 def test_the_default_job_learns_over_four_hosts(network: Network) -> None:
@@ -34,17 +36,19 @@ def test_the_default_job_learns_over_four_hosts(network: Network) -> None:
     assert deep.returncode == 0, deep.stdout
 
 
+#: A few steps of a larger policy, whose versions are most of what passes an interface.
+LARGE: dict[str, object] = {
+    "run__steps": 5,
+    "rollout__groups_per_step": 4,
+    "rollout__group_size": 4,
+    "rollout__max_new_tokens": 32,
+    "rollout__filter_zero_variance": False,
+    "eval__sets": "[]",
+}
+
+
 def test_a_version_passes_each_interface_once(network: Network, slow_model: Path) -> None:  # noqa: F811
-    changes: dict[str, object] = {
-        "run__steps": 5,
-        "model__path": slow_model,
-        "rollout__groups_per_step": 4,
-        "rollout__group_size": 4,
-        "rollout__max_new_tokens": 32,
-        "rollout__filter_zero_variance": False,
-        "eval__sets": "[]",
-    }
-    found = finished(network, changes)
+    found = finished(network, LARGE | {"model__path": slow_model})
     published = events_of(found.folder, ev.VersionPublished)
     assert len(published) == 6
     versions = sum(event.num_bytes for event in published)
@@ -54,6 +58,25 @@ def test_a_version_passes_each_interface_once(network: Network, slow_model: Path
     for name, expected in (("node-1", versions), ("node-2", versions), ("controller", versions + checkpoint)):
         received, _ = found.counted[name]
         assert 0.5 * versions < received < MOST * expected, (name, found.counted)
+    assert_run_is_right(found.folder)
+
+
+def test_deltas_take_a_fraction_of_each_interface(network: Network, slow_model: Path, tmp_path: Path) -> None:  # noqa: F811
+    # A reward that differs between random answers, so that the weights change.
+    (rewards := tmp_path / "rewards.py").write_text("def reward(response):\n    return len(response) % 5\n")
+    changes = {
+        "model__path": slow_model,
+        "task__rewards": f'[{{kind="function", name="{rewards}:reward"}}]',
+        "trainer__learning_rate": 1e-6,
+        "trainer__publish_dtype": "bfloat16",
+        "nodes__deltas": 100,  # version 0 is sent whole
+    }
+    found = finished(network, LARGE | changes)
+    sizes = [event.num_bytes for event in events_of(found.folder, ev.VersionPublished)]
+    assert len(sizes) == 6
+    for name in ("node-1", "node-2"):
+        received, _ = found.counted[name]
+        assert sizes[0] < received < sizes[0] + LARGEST_DELTA * sum(sizes[1:]), (name, sizes, found.counted)
     assert_run_is_right(found.folder)
 
 

@@ -30,8 +30,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "report-before-a-controller-is-followed",
-            "            member = await Member.enter(",
-            "            self._member = member = await Member.enter(",
+            "                member = await Member.enter(",
+            "                self._member = member = await Member.enter(",
             "test_a_report_waits_until_a_controller_is_followed",
         ),
         (
@@ -39,6 +39,34 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "        if time.monotonic() - heard_at > limit_s:",
             "        if time.monotonic() - heard_at > limit_s and self._member is None:",
             "test_a_node_without_a_controller_ends_everything_after_the_lease",
+        ),
+        (
+            "a-node-that-cannot-take-part-says-nothing",
+            "                await self._end.send(address, self._join(problem=str(err)))\n",
+            "",
+            "test_a_node_that_cannot_take_part_tells_the_controller_why",
+        ),
+    ),
+    *of(
+        "dora/node/spread.py",
+        "tests/node/test_cluster.py",
+        (
+            "the-base-of-a-delta-is-deleted-at-once",
+            "if not self._is_base(version)]",
+            "]",
+            "test_a_released_version_stays_until_the_delta_to_it_has_arrived",
+        ),
+        (
+            "the-base-of-a-delta-stays-for-good",
+            "        return not found <= {Holding.ALL, Holding.GONE}\n",
+            "        return True\n",
+            "test_a_released_version_stays_until_the_delta_to_it_has_arrived",
+        ),
+        (
+            "every-released-version-stays-as-a-base",
+            "        if self._base(following) is None or newest > following:",
+            "        if self._base(following) is None:",
+            "test_a_released_version_is_no_base_once_there_are_two_newer_ones",
         ),
     ),
     *of(

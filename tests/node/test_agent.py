@@ -411,3 +411,19 @@ async def test_a_node_that_is_rejected_ends_with_the_reason(tmp_path: Path) -> N
             with pytest.raises(ConfigError, match=r"the controller at .* rejects this node: the run has its 1 nodes"):
                 async with asyncio.timeout(WAIT_S):
                     await asyncio.shield(here.ended)
+
+
+async def test_a_node_that_cannot_take_part_tells_the_controller_why(tmp_path: Path) -> None:
+    (no_folder := tmp_path / "file").touch()
+    with Hub() as there:
+        async with agent(no_folder, there.address) as here:
+            asks = await there.until(Join)
+            await there.send(
+                NodeWelcome(term=0, run_id=RUN, first_instance=0, config=dump(job(tmp_path)), live_bytes=1)
+            )
+            told = await there.until(Join, lambda join: join.problem != "")
+            with pytest.raises(ConfigError) as ended:
+                async with asyncio.timeout(WAIT_S):
+                    await asyncio.shield(here.ended)
+    assert (asks.problem, told.problem) == ("", str(ended.value))
+    assert told.problem == f"--folder: cannot create {no_folder / RUN} (Not a directory)"

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from dora.config.load import parse
 from dora.core.ids import InstanceId
@@ -183,6 +184,18 @@ async def test_a_name_that_no_command_line_allows_is_rejected(tmp_path: Path, na
         assert there.saved == []
 
 
+async def test_a_node_that_cannot_take_part_leaves_its_place_and_the_reason(tmp_path: Path) -> None:
+    async with controller(tmp_path, *ONE) as there:
+        with Peer(there.address, "n") as peer:
+            await peer.join()
+            await peer.send(replace(peer.asks(), problem="its disk is full"))
+            await there.until(lambda cluster: cluster.places[0].identity is None)
+            assert there.cluster.places[0].lost == "it cannot take part: its disk is full"
+            assert there.told[1:] == ["node n is lost: it cannot take part: its disk is full"]
+        with Peer(there.address, "another") as peer:
+            assert (await peer.join()).first_instance == 0
+
+
 async def test_a_node_that_cannot_be_reached_at_first_is_tried_again(tmp_path: Path) -> None:
     answers = [None, False]
     async with controller(tmp_path, *ONE, connects=lambda relay: answers.pop(0) if answers else True) as there:
@@ -257,6 +270,45 @@ async def test_a_version_goes_from_node_to_node(tmp_path: Path) -> None:
             spread.release(3)
             for peer in (first, second):
                 await peer.until(NodeOrders, lambda orders: orders.versions == {})
+
+
+async def test_a_released_version_stays_until_the_delta_to_it_has_arrived(tmp_path: Path) -> None:
+    two = ("nodes.expected=2", "nodes.train=0", "nodes.deltas=10", "trainer.publish_dtype=bfloat16")
+    async with controller(tmp_path, *two) as there:
+        spread = there.cluster.spread
+        with Peer(there.address, "a") as first, Peer(there.address, "b") as second:
+            await joined(there, first, second)
+            for version in (3, 4):
+                spread.hold(publish(spread._store, version))
+                spread.release(3)
+                for peer in (first, second):
+                    asks = peer.reports(versions={3: "/there"})
+                    orders = await peer.until(
+                        NodeOrders, lambda orders, version=version: version in orders.versions, saying=asks
+                    )
+                    assert (orders.versions.keys(), orders.versions[version].base) == (
+                        {*range(3, version + 1)},
+                        version - 1,
+                    )
+            await second.send(second.reports(versions={4: "/there"}))
+            await there.until(lambda cluster: 4 in cluster.places[1].report.versions)
+            assert 3 in spread.orders()[0], "the other node still receives it"
+            await first.send(first.reports(versions={4: "/there"}))
+            for peer in (first, second):
+                await peer.until(NodeOrders, lambda orders: orders.versions.keys() == {4})
+
+
+async def test_a_released_version_is_no_base_once_there_are_two_newer_ones(tmp_path: Path) -> None:
+    one = (*ONE, "nodes.deltas=10", "trainer.publish_dtype=bfloat16")
+    async with controller(tmp_path, *one) as there:
+        spread = there.cluster.spread
+        with Peer(there.address, "n") as peer:
+            await peer.join()
+            await peer.until(NodeOrders, saying=peer.reports())
+            for version in (3, 4, 5):
+                spread.hold(publish(spread._store, version))
+            spread.release(3)
+            await peer.until(NodeOrders, lambda orders: orders.versions.keys() == {4, 5}, saying=peer.reports())
 
 
 # -- the end

@@ -1,0 +1,48 @@
+"""`dora check --nodes` beside two nodes on this host: what it reports, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.e2e.runs import command, environment, settings
+
+NODES = {"nodes__expected": 2, "nodes__servers": 2, "nodes__address": "tcp://127.0.0.1:0", "rollout__max_staleness": 1}
+
+
+def checked(folder: Path, **changes: object) -> tuple[int, str]:
+    """The exit code and the output of the check, with both nodes there."""
+    env = environment() | {"DORA_TOKEN": "token"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with ExitStack() as stack:
+        words = command("check", "--nodes", *settings(run__folder=folder / "runs", **NODES, **changes))
+        check = stack.enter_context(subprocess.Popen(words, env=env, **pipes))
+        stack.callback(check.kill)
+        assert check.stdout is not None
+        first = check.stdout.readline()
+        found = re.search(r"waiting for nodes at tcp://(\S+)", first)
+        assert found is not None, first
+        for name in ("a", "b"):
+            words = command("node", "--name", name, "--folder", str(folder / name))
+            node = stack.enter_context(subprocess.Popen(words, env=env | {"DORA_CONTROLLER": found[1]}))
+            stack.callback(node.kill)
+        told, _ = check.communicate(timeout=60)
+    return check.returncode, told
+
+
+def test_what_the_nodes_have_and_how_fast_versions_and_checkpoints_travel(tmp_path: Path) -> None:
+    code, told = checked(tmp_path)
+    assert code == 0, told
+    for line in (
+        r"node 0 +a, ranks, 0 GPUs, \d+ GB of memory, [\d.]+ GB for versions \(enough\), embedded \S+, "
+        r"at http://127.0.0.1:\d+, port \d+ is free for ranks or a server over several nodes to meet",
+        r"node 1 +b, 2 servers, .*",
+        r"version +a: [\d.]+ MB after [\d.]+ s \([\d.,]+ MB per second\)",
+        r"version +b: .*",
+        r"checkpoint +[\d.]+ s for [\d.]+ MB, at [\d.,]+ MB per second \(measured from here to a\); one every .* steps",
+        r"all nodes are ready; nothing was changed",
+    ):
+        assert re.search(rf"^{line}$", told, re.MULTILINE), (line, told)
+    assert not (tmp_path / "runs").exists()
