@@ -32,6 +32,7 @@ MpiDefault=none
 SelectType=select/cons_tres
 ReturnToService=0
 InactiveLimit=0
+SchedulerParameters=sched_interval=2,batch_sched_delay=1
 KillWait=10
 $(for i in $(seq "$nodes"); do
   echo "NodeName=n$i NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=$((port + i)) CPUs=$(nproc)"
