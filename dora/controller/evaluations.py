@@ -25,7 +25,7 @@ class EvalSet:
     prompts: Sequence[Prompt]
     samples: int  # n per prompt
     temperature: float
-    num_skipped: int = 0  # rows whose prompts are over the limit
+    num_skipped: int = 0  # rows that are over the limit, or cannot be read
 
 
 def pass_at_k(counts: Sequence[tuple[int, int]], *, k: int) -> float | None:

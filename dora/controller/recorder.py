@@ -87,7 +87,9 @@ class Recorder:
 
     def _note_skipped_samples(self, name: str, count: int) -> None:
         what = "rows without a prompt from the environment, or with one" if self._facts.has_environment else "prompts"
-        self._note_problem("evaluation_shortened", f"{name}: skipped {count} {what} over task.max_prompt_tokens")
+        self._note_problem(
+            "evaluation_shortened", f"{name}: skipped {count} {what} over task.max_prompt_tokens, or unreadable"
+        )
 
     # -- events -------------------------------------------------------------------------------------------------------
 
