@@ -12,8 +12,8 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -161,9 +161,7 @@ class Hub:
         fetch = partial(_snapshot_download, repo, [*map(glob.escape, missing)], tqdm_class=_meter(bars))
         future = in_daemon_thread(fetch)
         with _explained(repo):
-            while not future.done():
-                with suppress(TimeoutError):
-                    future.result(timeout=REPORT_S)
+            while not wait([future], timeout=REPORT_S).done:
                 self._progress(repo, min(total, max((bar.n for bar in bars if bar.unit == "B"), default=0)), total)
             future.result()
         self._progress(repo, total, total)

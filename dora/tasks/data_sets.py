@@ -60,9 +60,10 @@ def find_split(folder: Path, names: Iterable[str], config: SourceConfig, *, fiel
             f'of files or, if it has this branch, {field}.revision = "refs/convert/parquet"'
         )
     try:
-        with tempfile.TemporaryDirectory(prefix="dora-") as outline:
-            _draw(Path(outline), folder, names)
-            return _found(Path(outline), config, shown=shown, field=field)
+        with tempfile.TemporaryDirectory(prefix="dora-") as temporary:
+            outline = Path(temporary) / "outline"
+            _draw(outline, folder, names)
+            return _found(outline, config, shown=shown, field=field)
     except ConfigError:
         raise
     except Exception as err:  # errors of the package, of YAML and of the file system share no base class
@@ -71,6 +72,7 @@ def find_split(folder: Path, names: Iterable[str], config: SourceConfig, *, fiel
 
 def _draw(outline: Path, folder: Path, names: Sequence[str]) -> None:
     """Make an empty file for each name, and copy the cards."""
+    outline.mkdir()
     for name in names:
         path = outline / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +91,7 @@ def _found(outline: Path, config: SourceConfig, *, shown: str, field: str) -> Sp
     if config.subset and config.subset not in subsets:
         raise ConfigError(f"{shown} has no subset '{config.subset}'; set {field}.subset to {_one_of(subsets)}")
     try:
-        builder = datasets.load_dataset_builder(str(outline), name=config.subset or None)
+        builder = datasets.load_dataset_builder(str(outline), name=config.subset or None, cache_dir=str(outline.parent))
     except ValueError:
         if config.subset or len(subsets) < 2:
             raise
