@@ -84,6 +84,7 @@ def is_identifier(given: str, kind: Literal["model", "dataset"]) -> bool:
 def in_daemon_thread(function: Callable[[], T]) -> Future[T]:
     """Call a function in a thread that does not keep the process from ending."""
     future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # a caller that is cancelled leaves it alone
 
     def call() -> None:
         try:

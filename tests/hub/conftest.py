@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,10 @@ def model_files() -> dict[str, bytes]:
     return {**found, **dict.fromkeys(unused, b"{}")}
 
 
+def _limit(largest_file: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+
+
 @dataclass
 class HubStub:
     """The stub, and a home with an empty cache."""
@@ -77,8 +83,11 @@ class HubStub:
         mine = {"HF_HOME": str(self.home), "HF_ENDPOINT": self.url, "HF_HUB_ETAG_TIMEOUT": str(PATIENCE_S)}
         return {**kept, **mine, "COLUMNS": "200", **more}
 
-    def ask(self, *cases: dict[str, Any], is_patient: bool = True, **environment: str) -> list[dict[str, Any]]:
-        """Have one process answer the cases. `is_patient`: wait longer than a user does, beside other work."""
+    def ask(
+        self, *cases: dict[str, Any], is_patient: bool = True, largest_file: int = 0, **environment: str
+    ) -> list[dict[str, Any]]:
+        """Have one process answer the cases. `is_patient`: wait longer than a user does, beside other work.
+        `largest_file`: the bytes at which the operating system refuses to write more; 0: none."""
         arguments = [json.dumps(case) for case in cases]
         variables = self.environment(**environment)
         if not is_patient:
@@ -86,6 +95,7 @@ class HubStub:
         done = subprocess.run(
             [sys.executable, "-m", "tests.hub.child", *arguments],
             env=variables,
+            preexec_fn=partial(_limit, largest_file) if largest_file else None,
             capture_output=True,
             text=True,
             timeout=290,

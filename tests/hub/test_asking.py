@@ -20,6 +20,7 @@ pytestmark = pytest.mark.timeout(600)
 #: bounded too, but loosely: other work may share the machine. `load_dataset` takes 23 s at a refused port.
 LINE_BUSY_S = 1.5
 LINE_WALL_S = 10.0
+MB = 2**20
 
 
 def model(name: str = MODEL, **more: str) -> list[str]:
@@ -108,7 +109,6 @@ def test_what_the_hub_refuses_is_said_in_one_line_each(filled: HubStub) -> None:
     for (_, line), answer in zip(said, found, strict=True):
         assert line in answer["error"]
         assert "\n" not in answer["error"]
-        assert answer["wall_s"] < LINE_WALL_S
     [allowed] = filled.ask(case("look", model("someone/gated")), HF_TOKEN="good")
     assert allowed["revision"]
 
@@ -122,9 +122,11 @@ def test_a_hub_that_is_not_to_be_reached_is_one_line_in_time(filled: HubStub, tm
     refused = filled.ask(*both, is_patient=False, HF_ENDPOINT=f"http://127.0.0.1:{port}")
     unknown = filled.ask(*both, is_patient=False, HF_ENDPOINT="http://no-such-host.invalid")
     filled.fail(answer_after_s=2.0)
-    slow, patient = filled.ask(*both, is_patient=False), filled.ask(*both)
+    slow = filled.ask(*both, is_patient=False)
     filled.fail(wrong_status=503)
     unwell = filled.ask(*both)
+    filled.fail(answer_after_s=2.0)
+    patient = filled.ask(*both)
     says = {
         "did not answer within 0.8 s": [*unanswering, *slow],
         "cannot be reached ([Errno 111] Connection refused)": refused,
@@ -159,14 +161,15 @@ def test_offline_the_cache_is_used_or_the_line_says_that_nothing_is_there(filled
 
 
 def test_a_download_that_is_cut_off_goes_on_where_it_was(filled: HubStub) -> None:
-    weights = {"model.safetensors": b"\x08\x00\x00\x00\x00\x00\x00\x00{}      " + bytes(300_000)}
+    weights = {
+        "model.safetensors": b"\x08\x00\x00\x00\x00\x00\x00\x00{}      " + bytes(25 * MB)
+    }  # stored 10 MB at a time
     add(filled.folder, "model", "someone/cut", {**model_files(), **weights})
-    filled.fail(cut={"model.safetensors": 100_000})
+    filled.fail(cut={"model.safetensors": 12 * MB})
     [fetched] = filled.ask(case("fetch", model("someone/cut")))
-    assert fetched["revision"]
+    assert "error" not in fetched
     ranges = [one["range"] for one in filled.asked() if "model.safetensors" in one["path"] and one["method"] == "GET"]
-    assert ranges[0] == ""
-    assert len({*ranges}) == len(ranges) > 3, "each goes on where the one before it ended"
+    assert ranges == ["", f"bytes={10 * MB}-", f"bytes={20 * MB}-"]
     [stored] = filled.home.rglob("snapshots/*/model.safetensors")
     assert stored.read_bytes() == weights["model.safetensors"]
 
@@ -236,3 +239,15 @@ def test_the_hub_cannot_name_files_outside_of_its_folder(filled: HubStub) -> Non
     tree.write_text(json.dumps(listed))
     [refused] = filled.ask(case("fetch", data(revision=first["data"])))
     assert refused["error"].endswith("has a file '../../../outside.jsonl', which is no path in a folder")
+
+
+def test_a_full_disk_is_one_line_and_what_was_complete_is_kept(filled: HubStub) -> None:
+    small = filled.ask(case("look", model()))
+    [full] = filled.ask(case("fetch", model()), largest_file=1_000_000)
+    assert "needed" in small[0]
+    assert f"model.path: cannot store {MODEL}@" in full["error"]
+    assert "free space, or set HF_HUB_CACHE" in full["error"]
+    filled.asked()
+    [again] = filled.ask(case("fetch", model()))
+    assert "error" not in again
+    assert files_asked(filled) == {"model.safetensors"}
