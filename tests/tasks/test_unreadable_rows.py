@@ -24,7 +24,6 @@ BAD = {
     "no answer": '{"prompt": "x"}',
     "no text": '{"prompt": 7, "answer": "1"}',
     "half a character": '{"prompt": "\\ud800", "answer": "1"}',
-    "empty": '{"prompt": "", "answer": "1"}',
     "many brackets": "[" * 100_000,
 }
 
@@ -73,7 +72,7 @@ def test_rows_that_were_not_looked_at_are_refused_when_too_many_were_drawn(
 
 def test_a_parquet_row_that_python_has_no_value_for_is_skipped(tokenizer: Tokenizer, tmp_path: Path) -> None:
     rows = [{"prompt": f"question {i}", "answer": "1", "when": 0} for i in range(200)]
-    rows[3]["when"] = 2**62  # a day millions of years away
+    rows[3]["when"] = 2**52  # in millions of years
     table = pyarrow.Table.from_pylist(rows)
     when = table["when"].cast(pyarrow.timestamp("s"))
     parquet.write_table(table.set_column(2, "when", when), tmp_path / "rows.parquet")
