@@ -58,7 +58,7 @@ Progress = Callable[[Repo, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class Checkout:
     """A repository at a commit."""
 
     repo: Repo
@@ -96,7 +96,7 @@ def in_daemon_thread(function: Callable[[], T]) -> Future[T]:
     return future
 
 
-def cached(repo: Repo) -> Snapshot:
+def cached(repo: Repo) -> Checkout:
     """Return a repository from the cache, without asking; ConfigError if it is not there."""
     if (found := _kept(repo)) is None:
         raise ConfigError(f"{repo.field}: {repo} is not in the cache of the hub ({_cache()})")
@@ -109,9 +109,9 @@ class Hub:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._has_answered = False
-        self._opened: dict[tuple[str, str, str], Snapshot] = {}
+        self._opened: dict[tuple[str, str, str], Checkout] = {}
 
-    def open(self, repo: Repo) -> Snapshot:
+    def open(self, repo: Repo) -> Checkout:
         """Return a repository at the commit that its revision has now; no file is downloaded."""
         key = (repo.kind, repo.id, repo.revision)
         if key not in self._opened:
@@ -119,7 +119,7 @@ class Hub:
         found = self._opened[key]
         return replace(found, repo=replace(found.repo, field=repo.field))
 
-    def _open(self, repo: Repo) -> Snapshot:
+    def _open(self, repo: Repo) -> Checkout:
         found = _kept(repo) if repo.is_pinned or _is_offline() else None
         if found is not None:
             return found
@@ -146,7 +146,7 @@ class Hub:
             in_daemon_thread(partial(ask, revision=repo.revision or None)).result(timeout=limit_s)
         self._has_answered = True
 
-    def download(self, snapshot: Snapshot, names: Sequence[str]) -> None:
+    def download(self, snapshot: Checkout, names: Sequence[str]) -> None:
         """Download those of the files that are not here yet."""
         repo, missing = snapshot.repo, snapshot.missing(names)
         if not missing:
@@ -198,7 +198,7 @@ def _snapshot_download(repo: Repo, patterns: Sequence[str], **options: Any) -> s
     return folder
 
 
-def _kept(repo: Repo) -> Snapshot | None:
+def _kept(repo: Repo) -> Checkout | None:
     """Return a repository from the cache, without asking; None if nothing of this revision is there."""
     package = _huggingface_hub()
     try:
@@ -214,18 +214,18 @@ def _kept(repo: Repo) -> Snapshot | None:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or "\0" in name:
             raise ConfigError(f"{repo.field}: {repo} has a file {name!r}, which is no path in a folder")
-    return Snapshot(replace(repo, revision=folder.name), folder, sizes)
+    return Checkout(replace(repo, revision=folder.name), folder, sizes)
 
 
 def _meter(bars: list[Any]) -> type:
     """Return a class of progress bars that show nothing; `bars` collects those that are made."""
-    from tqdm import tqdm
+    from huggingface_hub.utils import tqdm
 
     class Meter(tqdm):  # type: ignore[misc]
         monitor_interval = 0
 
         def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{**options, "file": io.StringIO(), "leave": False})
+            super().__init__(*args, **{**options, "file": io.StringIO(), "leave": False, "disable": False})
             bars.append(self)
 
         def display(self, *args: Any, **options: Any) -> None:

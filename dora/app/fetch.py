@@ -16,7 +16,7 @@ from dora.app.estimate import size_text
 from dora.config.schema import Config, SourceConfig
 from dora.errors import ConfigError
 from dora.extras import require_extra
-from dora.hub import Hub, Repo, Snapshot, in_daemon_thread, is_identifier
+from dora.hub import Checkout, Hub, Repo, in_daemon_thread, is_identifier
 from dora.model_files import MAX_SMALL_BYTES, is_small, used_names
 from dora.seed.policy import model_folder
 from dora.tasks import data_sets
@@ -33,7 +33,7 @@ _SMALL: Final = 1 << 20
 class Needed:
     """What a run reads of a repository."""
 
-    snapshot: Snapshot
+    snapshot: Checkout
     names: list[str]
 
     @property
@@ -173,7 +173,7 @@ def _pinned(config: Config, commits: dict[str, str]) -> Config:
     )
 
 
-def _of_model(snapshot: Snapshot, hub: Hub) -> Needed:
+def _of_model(snapshot: Checkout, hub: Hub) -> Needed:
     """Return what is read of a model. Its small files are downloaded: one of them lists those with the weights."""
     repo, sizes = snapshot.repo, snapshot.sizes
     small = [name for name in sizes if is_small(name)]
@@ -190,7 +190,7 @@ def _of_model(snapshot: Snapshot, hub: Hub) -> Needed:
     return Needed(snapshot, names)
 
 
-def _of_data(snapshot: Snapshot, source: SourceConfig, hub: Hub, *, field: str) -> Needed:
+def _of_data(snapshot: Checkout, source: SourceConfig, hub: Hub, *, field: str) -> Needed:
     """Return what is read of a data set. Its cards are downloaded: they say which files belong to the split."""
     cards = [name for name in data_sets.CARDS if name in snapshot.sizes]
     if (size := snapshot.num_bytes(cards)) > data_sets.MAX_CARD_BYTES:

@@ -7,6 +7,7 @@ follows from the names of all files and from the card (README.md) alone, so it i
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 CARDS: Final = ("README.md", "dataset_infos.json")
 MAX_CARD_BYTES: Final = 4 * 2**20
 _MAX_NAMED: Final = 8
+_ANCHOR: Final = re.compile(r"[\s\[{,:-]&([^\s,\[\]{}]+)")
 #: Fields of a builder's configuration that say what is read, not how.
 _NOT_OPTIONS: Final = ("name", "version", "data_dir", "data_files", "description", "features")
 
@@ -121,7 +123,6 @@ def _one_of(names: Sequence[str]) -> str:
 
 def _require_own_files(outline: Path, *, shown: str) -> None:
     """Raise ConfigError if the card names files elsewhere, or could be made to name very many."""
-    import yaml
     from huggingface_hub import DatasetCard
 
     card = outline / CARDS[0]
@@ -129,7 +130,7 @@ def _require_own_files(outline: Path, *, shown: str) -> None:
         return
     text = card.read_text(encoding="utf-8")
     head = text.split("\n---", 1)[0] if text.startswith("---") else ""
-    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(head)):
+    if any(re.search(rf"[\s\[{{,:-]\*{re.escape(name)}\b", head) for name in _ANCHOR.findall(head)):
         raise ConfigError(f"{shown}: {CARDS[0]} has YAML aliases, which are not followed")
     for config in DatasetCard.load(card).data.get("configs") or ():
         for pattern in _texts([config.get("data_files"), config.get("data_dir")]):

@@ -77,7 +77,8 @@ def test_what_the_hub_refuses_is_said_in_one_line_each(filled: HubStub) -> None:
     add(filled.folder, "dataset", "someone/several", {**data_files(), "README.md": CARD})
     add(filled.folder, "dataset", "someone/outside", {"README.md": CARD.replace(b"main/train-*", b"/etc/passwd")})
     add(filled.folder, "dataset", "someone/url", {"README.md": CARD.replace(b"main/train-*", b"http://127.0.0.1:9/a")})
-    add(filled.folder, "dataset", "someone/alias", {"README.md": CARD.replace(b"{split", b"&a {split", 1) + b""})
+    bomb = b"---\na: &a [x]\nb: &b [*a,*a]\nconfigs: [*b, *b]\n---\n"
+    add(filled.folder, "dataset", "someone/alias", {"README.md": bomb})
     add(filled.folder, "dataset", "someone/none", {"README.md": b"nothing"})
     filled.fail(gated=["someone/gated"])
     source = "task.sources.0"
@@ -103,6 +104,7 @@ def test_what_the_hub_refuses_is_said_in_one_line_each(filled: HubStub) -> None:
         (data("someone/script", subset=""), script),
         (data("someone/outside"), "README.md names /etc/passwd, which is not a file of the data set"),
         (data("someone/url"), "README.md names http://127.0.0.1:9/a, which is not a file of the data set"),
+        (data("someone/alias"), "README.md has YAML aliases, which are not followed"),
         (data("someone/none", subset=""), "cannot tell which files its rows are in (EmptyDatasetError: "),
     ]  # fmt: skip
     found = filled.ask(*(case("look", settings) for settings, _ in said))
