@@ -1,6 +1,7 @@
 """A process that asks the hub as `dora run` and `dora check` do, and says what came of it.
 
-Each argument is a case, as JSON: {"do": "fetch" | "look" | "rows", "set": [...]}. One line of JSON answers each.
+Each argument is a case, as JSON: {"do": "fetch" | "look" | "rows" | "models" | "small", "set": [...]}. One line of JSON
+answers each.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import huggingface_hub
 
-from dora.app.fetch import fetch, look
+from dora.app.fetch import fetch, fetch_models, fetch_small, look
 from dora.config.load import load
 from dora.errors import DoraError
 from dora.tasks.sources import open_source
@@ -24,6 +25,10 @@ def _answer(case: dict[str, Any], told: list[str]) -> dict[str, Any]:
     if case["do"] == "look":
         config, needed = asyncio.run(look(config))
         return {"needed": [str(one) for one in needed], "revision": config.model.revision}
+    if case["do"] == "models":
+        return {"folders": [*map(str, asyncio.run(fetch_models(config, tell=told.append)))]}
+    if case["do"] == "small":
+        return {"revision": fetch_small(config).model.revision}
     config = asyncio.run(fetch(config, tell=told.append))
     source = config.task.sources[0]
     if case["do"] == "rows":

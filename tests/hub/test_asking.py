@@ -253,3 +253,15 @@ def test_a_full_disk_is_one_line_and_what_was_complete_is_kept(filled: HubStub) 
     [again] = filled.ask(case("fetch", model()))
     assert "error" not in again
     assert files_asked(filled) == {"model.safetensors"}
+
+
+def test_a_node_fetches_the_models_alone_and_a_plan_for_gpus_only_their_small_files(filled: HubStub) -> None:
+    add(filled.folder, "model", "someone/reference", {**model_files(), "generation_config.json": b"{}"})
+    both = [*model(), 'objective.kl_reference="someone/reference"', "objective.kl_coefficient=0.1"]
+    small, models = filled.ask(case("small", both, data()), case("models", both, data()))
+    asked = [one["path"] for one in filled.asked()]
+    assert not any("datasets" in path for path in asked)
+    assert sum(path.endswith("/model.safetensors") for path in asked) == 4, "HEAD and GET of each"
+    [first, second] = models["folders"]
+    assert f"models--someone--small/snapshots/{small['revision']}" in first
+    assert "models--someone--reference/snapshots/" in second

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 
 from dora.config.load import load
 from dora.journal.run_folder import RunFolder
-from tests.e2e.runs import command, small
-from tests.hub.conftest import DATA, MODEL, HubStub
+from tests.e2e.runs import command, heed_ctrl_c, small, until
+from tests.hub.conftest import DATA, MODEL, HubStub, model_files
+from tests.hub.stub import add
 
 SOURCE = f'[{{kind="datasets", path="{DATA}", subset="main"}}]'
 HELD_OUT = f'[{{name="test", prompts=2, source={{kind="datasets", path="{DATA}", subset="main", split="test"}}}}]'
@@ -62,3 +64,31 @@ def test_a_model_and_a_data_set_by_id_are_trained_and_a_resume_asks_nothing(fill
     assert whole.returncode == 0, whole.stderr
     assert "all checks passed; nothing was changed" in whole.stdout
     assert filled.asked() == []
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_download_can_be_stopped_and_the_next_one_is_whole(
+    filled: HubStub, tmp_path: Path, number: int, code: int
+) -> None:
+    weights = model_files()["model.safetensors"] + bytes(20 * 2**20)
+    add(filled.folder, "model", MODEL, {**model_files(), "model.safetensors": weights})
+    filled.fail(pause_s=0.5)
+    run = subprocess.Popen(
+        command("run", *by_ids(tmp_path / "runs")),
+        env=filled.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_ctrl_c,
+    )
+    with run:
+        until(lambda: [*filled.home.rglob("*.incomplete")], what="a download under way")
+        run.send_signal(number)
+        _, told = run.communicate(timeout=60)
+    assert run.returncode == code
+    assert "Traceback" not in told
+    assert not (tmp_path / "runs").exists()
+    filled.fail()
+    [fetched] = filled.ask({"do": "models", "set": [f"model.path={MODEL}"]})
+    assert (Path(fetched["folders"][0]) / "model.safetensors").read_bytes() == weights
