@@ -90,8 +90,17 @@ def open_evaluations(config: Config, tokenizer: Tokenizer, *, converse: Converse
     for held_out in config.eval.sets:
         rows = open_eval_prompts(held_out, task=config.task, tokenizer=tokenizer, seed=0, converse=converse)
         prompts = [prompt for prompt in rows if not prompt.skipped]
-        num_skipped = len(rows) - len(prompts)
-        sets.append(EvalSet(held_out.name, prompts, held_out.samples, held_out.temperature, num_skipped=num_skipped))
+        unreadable = [prompt.skipped for prompt in rows if not prompt.is_readable]
+        sets.append(
+            EvalSet(
+                held_out.name,
+                prompts,
+                held_out.samples,
+                held_out.temperature,
+                num_skipped=len(rows) - len(prompts) - len(unreadable),
+                unreadable=unreadable,
+            )
+        )
     return Evaluations(sets)
 
 

@@ -25,7 +25,8 @@ class EvalSet:
     prompts: Sequence[Prompt]
     samples: int  # n per prompt
     temperature: float
-    num_skipped: int = 0  # rows that are over the limit, or cannot be read
+    num_skipped: int = 0  # rows whose prompts are over the limit
+    unreadable: Sequence[str] = ()  # what is wrong with each row that cannot be read
 
 
 def pass_at_k(counts: Sequence[tuple[int, int]], *, k: int) -> float | None:

@@ -10,11 +10,14 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from dora.config.schema import EvalSetConfig, SourceConfig, TaskConfig
+from dora.app.inputs import open_evaluations
+from dora.config.load import load
+from dora.config.schema import EvalConfig, EvalSetConfig, SourceConfig, TaskConfig
 from dora.errors import ConfigError
+from dora.seed.policy import path as seed_path
 from dora.tasks import prompts
 from dora.tasks.prompts import Conversation, PromptStream, open_eval_prompts, open_stream
-from dora.tasks.tokenizer import Tokenizer
+from dora.tasks.tokenizer import Tokenizer, load_tokenizer
 
 GOOD = [json.dumps({"prompt": f"question {i}", "answer": str(i)}) for i in range(199)]
 BAD = {
@@ -88,6 +91,15 @@ def test_held_out_rows_that_cannot_be_read_are_left_out(tokenizer: Tokenizer, tm
     source = write(tmp_path / "rows.jsonl", [BAD["no JSON"], *GOOD])
     found = open_eval_prompts(EvalSetConfig(source=source), task=TaskConfig(), tokenizer=tokenizer, seed=0)
     assert [prompt.is_readable for prompt in found[:2]] == [False, True]
+
+
+def test_an_evaluation_says_how_many_rows_it_lacks_and_why(tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.jsonl", [BAD["no JSON"], *GOOD])
+    config = load(None, ["task.max_prompt_tokens=20"], environ={})
+    config = config.model_copy(update={"eval": EvalConfig(sets=(EvalSetConfig(source=source),))})
+    [held_out] = open_evaluations(config, load_tokenizer(seed_path())).sets
+    assert (len(held_out.prompts), held_out.num_skipped) == (199, 0)
+    assert [text.partition(": ")[0] for text in held_out.unreadable] == [f"{tmp_path}/rows.jsonl:1"]
 
 
 def test_an_environment_begins_with_the_first_row_that_can_be_read(tokenizer: Tokenizer, tmp_path: Path) -> None:
