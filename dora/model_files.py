@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from dora import foreign, hub
+from dora import foreign
 from dora.errors import ConfigError
 from dora.foreign import ForeignFileError
 
@@ -31,6 +30,8 @@ _MAX_BYTES: Final[Mapping[str, int]] = {
     ".txt": 64 * _MB,
     ".model": 64 * _MB,
 }
+#: Largest size of all small files of a model together.
+MAX_SMALL_BYTES: Final = 256 * _MB
 _MAX_HEADER: Final = 32 * _MB  # header of a safetensors file; 94,000 experts stored one by one take 14 MB
 #: The deepest models have some hundred layers; a configuration has a list with an entry for each.
 _MAX_LAYERS: Final = 10_000
@@ -60,12 +61,24 @@ def require_sound(folder: Path, *, field: str = "model.path") -> None:
     indexed_files(folder, field=field)
 
 
+def is_small(name: str) -> bool:
+    """Return whether a file at the top of a model is one of its configuration, tokenizer or index."""
+    is_other_index = name.endswith(".index.json") and not name.endswith(".safetensors.index.json")
+    return "/" not in name and name.endswith((".json", ".jinja", ".txt", ".model")) and not is_other_index
+
+
+def used_names(folder: Path, names: Iterable[str], *, field: str = "model.path") -> list[str]:
+    """Return those files of a model that are read, of all its files. The small ones must be in `folder`."""
+    top = [name for name in names if "/" not in name]
+    weights = {path.name for path in indexed_files(folder, field=field).values()}
+    weights = weights or {"model.safetensors"}.intersection(top) or {n for n in top if n.endswith(".safetensors")}
+    return sorted({*filter(is_small, top), *weights})
+
+
 def no_model(name: str, *, field: str = "model.path") -> str:
     """Return the error for a path that leads to no model folder."""
-    if identifier := hub.instead(name, "model", field=field):
-        return f"{field}: {name} is not a folder; {identifier}"
-    download = "" if Path(name).exists() else f", for example by hf download OWNER/NAME --local-dir {shlex.quote(name)}"
-    return f"{field}: {name} has no config.json; give a Hugging Face model folder{download}"
+    instead = "" if Path(name).exists() else ", or an id on the hub, such as Qwen/Qwen3-0.6B"
+    return f"{field}: {name} has no config.json; give a Hugging Face model folder{instead}"
 
 
 def _require_file(path: Path) -> None:

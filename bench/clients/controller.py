@@ -152,7 +152,7 @@ def job_of(case: Case, *, root: Path, evaluations: Evaluations) -> Job:
     )
     model = root / "model"
     model.mkdir()
-    inputs = Inputs(model, NoTokenizer(), vocab_size=2**31, stream=Prompts(), evaluations=evaluations)
+    inputs = Inputs(model, None, NoTokenizer(), vocab_size=2**31, stream=Prompts(), evaluations=evaluations)
     return prepare(config, inputs, rollout_only=True)
 
 

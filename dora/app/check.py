@@ -19,6 +19,7 @@ import numpy as np
 from dora.app.checkpoint_time import interval_s, measure_rate, time_of_checkpoint
 from dora.app.episodes import enter_inputs
 from dora.app.estimate import Shapes, lines
+from dora.app.fetch import look
 from dora.app.inputs import Inputs, model_bytes
 from dora.app.job import enter_graders
 from dora.app.loss_check import check_loss
@@ -58,9 +59,19 @@ PROBE_TIMEOUT_S = 60.0
 Report = Callable[[str, str], None]
 
 
-async def check(config: Config, report: Report, *, push: bool = False) -> None:
+async def check(config: Config, report: Report, *, push: bool = False) -> bool:
     """Report each finding; raise ConfigError at the first problem. `push`: also push a version to each server, as a
-    run does; this interrupts other users of the servers."""
+    run does; this interrupts other users of the servers.
+
+    Return whether all was checked: what is not here yet is not downloaded.
+    """
+    config, missing = await look(config)
+    for one in missing:
+        report("download", str(one))
+    if any(one.snapshot.repo.field != "model.path" for one in missing):
+        report("not checked", "prompts, rewards, trainer and servers: they need what dora run will download")
+        report_job(config, report)
+        return False
     async with AsyncExitStack() as stack:
         inputs, episodes = await enter_inputs(stack, config)
         settings = settings_of(config, eval_prompt_tokens=inputs.evaluations.prompt_tokens)
@@ -80,10 +91,14 @@ async def check(config: Config, report: Report, *, push: bool = False) -> None:
         if finding := await asyncio.to_thread(check_loss, config.objective):
             report("objective", finding)
         await _check_rewards(config, inputs, graders, report=report)
+        if missing:
+            report("not checked", "trainer and servers: they need the weights, which dora run will download")
+            report_job(config, report)
+            return False
         if config.nodes.expected:
             report("nodes", "servers and ranks are theirs: none was tried here; dora check --nodes asks the nodes")
             _report_plan(config, inputs, num_samples=len(settings.eval_prompt_tokens), report=report)
-            return
+            return True
         trained = await asyncio.to_thread(check_trainer, config, inputs.model, stack.enter_context(ExitStack()))
         for topic, text in trained.lines:
             report(topic, text)
@@ -102,6 +117,7 @@ async def check(config: Config, report: Report, *, push: bool = False) -> None:
                 for server in servers:
                     report("push", f"{server.url}: loaded the model from the version store; its label is restored")
     _report_plan(config, inputs, num_samples=len(settings.eval_prompt_tokens), report=report)
+    return True
 
 
 async def _check_rewards(config: Config, inputs: Inputs, graders: Graders, *, report: Report) -> None:

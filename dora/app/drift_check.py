@@ -109,6 +109,9 @@ class _Silent:
     def tell(self, line: str) -> None:
         """Ignore the message."""
 
+    def show(self, text: str) -> None:
+        """Ignore the text."""
+
     @asynccontextmanager
     async def watch(self, run: Running) -> AsyncIterator[None]:
         yield

@@ -36,7 +36,7 @@ async def _enter_environment(stack: AsyncExitStack, config: Config) -> EpisodeIn
     """Open the renderer and start a host; None if the run has no environment. ConfigError names the invalid field."""
     if not config.environment.name:
         return None
-    model = model_folder(config.model.path)
+    model = model_folder(config.model.path, revision=config.model.revision)
     tokenizer = await asyncio.to_thread(load_tokenizer, model, thinking=config.model.thinking)
     renderer = await asyncio.to_thread(open_renderer, tokenizer, settings=config.environment.renderer)
     pool = await stack.enter_async_context(EnvironmentPool(config.environment))

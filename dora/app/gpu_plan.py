@@ -25,6 +25,7 @@ from dora.app.estimate import (
     starts_all_on_gpus,
     time_text,
 )
+from dora.app.fetch import fetch_small
 from dora.app.trainer_check import memory_lines, outline_of
 from dora.config.schema import Config
 from dora.errors import ConfigError
@@ -60,7 +61,8 @@ def check_plan(config: Config, gpus: Gpus, report: Report) -> bool:
     """Report the plan of a run on these GPUs; return whether it fits. It takes seconds, and blocks."""
     if "cuda" not in (config.trainer.device, config.engine.device):
         raise ConfigError("--gpus: trainer.device and engine.device are cpu, so the run uses no GPU; set them to cuda")
-    model = model_folder(config.model.path)
+    config = fetch_small(config)
+    model = model_folder(config.model.path, revision=config.model.revision)
     report("inputs", f"model {model}, of which only the configuration was read; prompts and rewards were not")
     mode, outline = outline_of(config, model, gpus.memory)
     shapes = replace(Shapes.read(model), parameters=outline.parameters)

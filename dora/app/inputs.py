@@ -6,13 +6,13 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from dora.app.fetch import model_folders
 from dora.config.schema import Config
 from dora.controller.evaluations import EvalSet, Evaluations
 from dora.engine.model_check import shape_differences
 from dora.errors import ConfigError
 from dora.model_config import limits_of
-from dora.model_files import require_sound
-from dora.seed.policy import model_folder
+from dora.model_files import require_sound, used_names
 from dora.tasks.prompts import Converse, PromptStream, open_eval_prompts, open_stream
 from dora.tasks.tokenizer import Tokenizer, load_tokenizer
 
@@ -25,6 +25,7 @@ class Inputs:
     """The opened and checked inputs."""
 
     model: Path
+    reference: Path | None  # the reference policy; None: version 0
     tokenizer: Tokenizer
     vocab_size: int  # number of embeddings; padding may make it larger than the tokenizer's vocabulary
     stream: PromptStream
@@ -34,16 +35,18 @@ class Inputs:
 def open_inputs(config: Config, *, converse: Converse | None = None) -> Inputs:
     """Open the inputs; ConfigError names the invalid field, or the file and line. `converse` makes the prompts of
     episodes."""
-    model = model_folder(config.model.path)
+    model, reference = model_folders(config)
     require_sound(model)
     tokenizer = load_tokenizer(model, thinking=config.model.thinking)
     if not tokenizer.eos_ids:
         raise ConfigError(f"model.path: {model} has no end-of-sequence token; set eos_token_id in its config.json")
-    if config.objective.kl_reference:
-        _check_reference(Path(config.objective.kl_reference), model)
+    if reference is not None:
+        _check_reference(reference, model)
     vocab_size = _check_limits(config, model, num_tokens=tokenizer.vocab_size)
     stream = open_stream(config.task, tokenizer=tokenizer, seed=config.run.seed, converse=converse)
-    return Inputs(model, tokenizer, vocab_size, stream, open_evaluations(config, tokenizer, converse=converse))
+    return Inputs(
+        model, reference, tokenizer, vocab_size, stream, open_evaluations(config, tokenizer, converse=converse)
+    )
 
 
 def _check_reference(reference: Path, model: Path) -> None:
@@ -87,14 +90,28 @@ def open_evaluations(config: Config, tokenizer: Tokenizer, *, converse: Converse
     for held_out in config.eval.sets:
         rows = open_eval_prompts(held_out, task=config.task, tokenizer=tokenizer, seed=0, converse=converse)
         prompts = [prompt for prompt in rows if not prompt.skipped]
-        num_skipped = len(rows) - len(prompts)
-        sets.append(EvalSet(held_out.name, prompts, held_out.samples, held_out.temperature, num_skipped=num_skipped))
+        unreadable = [prompt.skipped for prompt in rows if not prompt.is_readable]
+        sets.append(
+            EvalSet(
+                held_out.name,
+                prompts,
+                held_out.samples,
+                held_out.temperature,
+                num_skipped=len(rows) - len(prompts) - len(unreadable),
+                unreadable=unreadable,
+            )
+        )
     return Evaluations(sets)
 
 
 def model_files(model: Path) -> list[Path]:
-    """Return the files of a model folder, in order."""
-    return sorted(path for path in model.iterdir() if path.is_file())
+    """Return the files of a model folder, in order; of one in the hub's cache, which others write into too, those that
+    are read."""
+    found = sorted(path for path in model.iterdir() if path.is_file())
+    if model.parent.name != "snapshots":
+        return found
+    used = used_names(model, [path.name for path in found])
+    return [path for path in found if path.name in used]
 
 
 def model_digest(model: Path) -> str:
@@ -107,10 +124,9 @@ def model_digest(model: Path) -> str:
     return digest.hexdigest()
 
 
-def weights_digest(config: Config, model: Path) -> str:
+def weights_digest(inputs: Inputs) -> str:
     """Return a digest of what training starts from: the model folder, and the reference's folder if it has one."""
-    reference = config.objective.kl_reference
-    return model_digest(model) + (model_digest(Path(reference)) if reference else "")
+    return model_digest(inputs.model) + (model_digest(inputs.reference) if inputs.reference is not None else "")
 
 
 def model_bytes(model: Path) -> int:

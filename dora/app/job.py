@@ -29,6 +29,7 @@ from dora.app.build import (
     start_trainer,
 )
 from dora.app.episodes import EpisodeInputs, enter_inputs
+from dora.app.fetch import fetch
 from dora.app.inputs import Inputs
 from dora.app.nodes import let_nodes_leave, open_cluster, require_token
 from dora.app.opening import Opened
@@ -92,6 +93,9 @@ class Frontend(Protocol):
     def tell(self, line: str) -> None:
         """Show a message to the user."""
 
+    def show(self, text: str) -> None:
+        """Show how far a download is, in place of what was shown before."""
+
     def watch(self, run: Running) -> AbstractAsyncContextManager[None]:
         """Show progress while the controller runs."""
 
@@ -115,6 +119,7 @@ async def run_job(
     require_token(config)
     set_umask(config.run.group)
     recorded = resuming.take_up(earlier, config, trust_folder=trust_folder) if earlier is not None else None
+    config = await fetch(config, tell=frontend.tell, show=frontend.show)
     async with AsyncExitStack() as stack:
         inputs, episodes = await enter_inputs(stack, config)
         job = prepare(

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from dora.app.fetch import fetch_models
 from dora.config.load import load
 from dora.engine.engines import open_engine
 from dora.node.agent import run_node
 from dora.node.member import NodeSettings
-from dora.seed.policy import model_folder
 
 #: Health checks of servers that start, one at a time for each.
 MAX_CONNECTIONS = 64
@@ -38,7 +38,7 @@ async def run_node_process(
             folder=folder,
             token=token,
             api_key=config.engine.api_key,
-            find_model=model_folder,
+            find_models=partial(fetch_models, tell=tell),
             is_well=partial(engine.is_alive, timeout_s=REACH_TIMEOUT_S),
             tell=tell,
         )

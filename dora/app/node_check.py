@@ -18,6 +18,7 @@ from typing import Final
 
 from dora.app.checkpoint_time import WriteRate, checkpoint_bytes, interval_s, time_of_checkpoint
 from dora.app.estimate import Shapes, size_text
+from dora.app.fetch import fetch_models
 from dora.app.nodes import connects, require_token
 from dora.app.opening import publish_model
 from dora.app.settings import live_bytes
@@ -27,7 +28,6 @@ from dora.core.ids import FIRST_VERSION
 from dora.errors import ConfigError
 from dora.node.cluster import Cluster, ClusterSettings
 from dora.node.place import Place
-from dora.seed.policy import model_folder
 from dora.tls import TlsFiles
 from dora.weights.store import Manifest, VersionStore
 
@@ -46,7 +46,7 @@ async def check_nodes(config: Config, report: Report) -> bool:
     require_token(config)
     if not config.nodes.expected:
         raise ConfigError("--nodes: nodes.expected is 0, so the run has no nodes; set it")
-    model = model_folder(config.model.path)
+    model, _ = await fetch_models(config, tell=partial(report, "download"))
     with tempfile.TemporaryDirectory(prefix="dora-check-") as folder:
         root = Path(folder)
         store = VersionStore(memory_root=root / "versions", durable_root=root / "versions")

@@ -358,6 +358,7 @@ class NodeRanks:
         here = RankPaths.here(
             folder,
             model=Path(own.model),
+            reference=Path(own.reference) if own.reference else None,
             memory_root=self._opened.store.memory_root,
             resume_from=self._opened.start.folders,
         )

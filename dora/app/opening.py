@@ -161,7 +161,7 @@ class Opened:
         self.in_flight = InFlight(self.trajectories, rows=job.state.instances)
         self.term = job.epoch << 32 | secrets.randbits(32)  #: two copies of a run folder differ in it
         raise_fence(folder.fence, epoch=self.term)  # before reading anything that an old rank could still change
-        model_chain = base_chain(weights_digest(job.config, job.inputs.model))
+        model_chain = base_chain(weights_digest(job.inputs))
         self.start = self._restore(model_chain)  #: where the trainer starts
         self.lineage = Lineage(
             base=model_chain,
@@ -364,6 +364,7 @@ class Opened:
         here = RankPaths.here(
             self.folder,
             model=job.inputs.model,
+            reference=job.inputs.reference,
             memory_root=self.store.memory_root,
             resume_from=self.start.folders,
         )

@@ -142,6 +142,7 @@ class RankPaths:
     """What a rank reads and writes, as absolute paths on its host."""
 
     model: Path
+    reference: Path | None  #: of the reference policy; None: version 0
     memory_root: Path
     durable_root: Path
     checkpoints: Path  #: folder of this run's checkpoints
@@ -151,10 +152,19 @@ class RankPaths:
     owns_checkpoints: bool = False  #: whether the controller cannot delete in `checkpoints`
 
     @classmethod
-    def here(cls, folder: RunFolder, *, model: Path, memory_root: Path, resume_from: Sequence[Path] = ()) -> Self:
+    def here(
+        cls,
+        folder: RunFolder,
+        *,
+        model: Path,
+        memory_root: Path,
+        reference: Path | None = None,
+        resume_from: Sequence[Path] = (),
+    ) -> Self:
         """Return the paths of ranks on the controller's host."""
         return cls(
             model=model,
+            reference=reference,
             memory_root=memory_root.resolve(),
             durable_root=folder.versions.resolve(),
             checkpoints=folder.checkpoints.resolve(),
@@ -173,7 +183,10 @@ def configure_message(
     epoch: int,
     max_staleness: int,
 ) -> Configure:
-    """Return the first message to a rank."""
+    """Return the first message to a rank, to which the reference policy is a folder of its host."""
+    if paths.reference is not None:
+        objective = config.objective.model_copy(update={"kl_reference": str(paths.reference)})
+        config = config.model_copy(update={"objective": objective})
     return Configure(
         run_id=run_id,
         model_path=str(paths.model),

@@ -17,6 +17,7 @@ import msgspec
 
 from dora.app.build import start_ranks
 from dora.app.episodes import enter_inputs
+from dora.app.fetch import fetch
 from dora.app.inputs import weights_digest
 from dora.app.prepare import new_folder
 from dora.app.settings import RankPaths, configure_message, drift_watch, lineage_settings
@@ -66,11 +67,15 @@ class _Listener:
             metrics.write(msgspec.json.encode(row) + b"\n")
 
 
-async def train(config: Config, rollouts: Path, *, report: Callable[[StepReport, int], None]) -> tuple[int, RunFolder]:
+async def train(
+    config: Config, rollouts: Path, *, report: Callable[[StepReport, int], None], tell: Callable[[str], None]
+) -> tuple[int, RunFolder]:
     """Feed every step in the folder to the ranks and wait for the last one.
 
-    `report` receives each trained step and the number of steps. Returns that number and the run folder.
+    `report` receives each trained step and the number of steps, `tell` messages for the user. Returns that number and
+    the run folder.
     """
+    config = await fetch(config, tell=tell)
     require_group(config.run.group)
     set_umask(config.run.group)
     rollout = rollout_files(rollouts)
@@ -81,7 +86,7 @@ async def train(config: Config, rollouts: Path, *, report: Callable[[StepReport,
     await asyncio.to_thread(require_cuda, config.model_copy(update={"engine": EngineConfig()}), environ=os.environ)
     folder = new_folder(config)
     raise_fence(folder.fence, epoch=0)
-    model_chain = base_chain(await asyncio.to_thread(weights_digest, config, inputs.model))
+    model_chain = base_chain(await asyncio.to_thread(weights_digest, inputs))
     configure_logging(folder.log, level=config.log.level, run=folder.run_id, role="controller")
     listener = _Listener(folder, steps=len(rollout), drift=drift_watch(config), report=report)
     lease = folder.lease(0)
@@ -94,7 +99,7 @@ async def train(config: Config, rollouts: Path, *, report: Callable[[StepReport,
             num_ranks=config.trainer.ranks,
             configure=lambda rank: configure_message(
                 config,
-                RankPaths.here(folder, model=inputs.model, memory_root=folder.versions),
+                RankPaths.here(folder, model=inputs.model, reference=inputs.reference, memory_root=folder.versions),
                 run_id=folder.run_id,
                 may_start_over=True,
                 chain=model_chain,

@@ -21,8 +21,10 @@ from dora.config.load import load
 
 
 def check(config_path: Path | None, overrides: Sequence[str], *, push: bool = False) -> None:
-    uvloop.run(check_config(load(config_path, overrides, environ=os.environ), _print, push=push))
-    say("all checks passed; nothing was changed")
+    if uvloop.run(check_config(load(config_path, overrides, environ=os.environ), _print, push=push)):
+        say("all checks passed; nothing was changed")
+    else:
+        say("what can be checked before the download is right; nothing was changed")
 
 
 def check_plan(config_path: Path | None, overrides: Sequence[str], *, gpus: str) -> None:

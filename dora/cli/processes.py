@@ -16,7 +16,7 @@ Seed = Annotated[int, typer.Option(help="Seed of the answers, as in `dora simula
 
 @processes.command()
 def serve(
-    model: Annotated[Path, typer.Option(help="Hugging Face model folder, or 'seed': the shipped policy.")] = Path(
+    model: Annotated[Path, typer.Option(help="Hugging Face model folder or id, or 'seed': the shipped policy.")] = Path(
         "seed"
     ),
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dora.app.fetch import fetch_model
 from dora.cli.output import tell
 from dora.engine.engines import run_sender
 from dora.errors import ConfigError
 from dora.node.lease import watch_lease
 from dora.node.plan import SERVE_KEY
-from dora.seed.policy import model_folder
 
 
 def serve(model: Path, **options: Any) -> None:
@@ -24,7 +24,7 @@ def serve(model: Path, **options: Any) -> None:
     if api_key is None:
         _require_local(options["host"])
         tell(f"{SERVE_KEY} is not set: every user of this machine can control this server")
-    run_server(ServeOptions(model_path=model_folder(str(model)), api_key=api_key, **options))
+    run_server(ServeOptions(model_path=fetch_model(str(model), tell=tell), api_key=api_key, **options))
 
 
 def _require_local(host: str) -> None:

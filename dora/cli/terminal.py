@@ -23,6 +23,9 @@ class Terminal:
     def tell(self, line: str) -> None:
         output.tell(line)
 
+    def show(self, text: str) -> None:
+        output.show_progress(text)
+
     @asynccontextmanager
     async def watch(self, run: Running) -> AsyncIterator[None]:
         """Show progress; from here on, handle SIGINT and SIGTERM until the process ends."""

@@ -7,13 +7,13 @@ from pathlib import Path
 import uvloop
 
 from dora.app.train_only import train
-from dora.cli.output import say
+from dora.cli.output import say, tell
 from dora.config.schema import Config
 from dora.controller.trainer_link import StepReport
 
 
 def train_only(config: Config, rollouts: Path) -> None:
-    steps, folder = uvloop.run(train(config, rollouts, report=_print))
+    steps, folder = uvloop.run(train(config, rollouts, report=_print, tell=tell))
     say(f"trained steps: {steps}; versions and metrics are in {folder.root}")
 
 

@@ -38,6 +38,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _address_problems(config)
     yield from _node_problems(config)
     yield from _template_problems(config)
+    yield from _source_problems(config)
     yield from _evaluation_problems(config)
     yield from _reward_problems(config)
     yield from _environment_problems(config)
@@ -179,6 +180,19 @@ def _template_problems(config: Config) -> Iterator[str]:
         )
     if engine.kind == "embedded" and not engine.command and engine.tensor_parallel > 1:
         yield "engine.tensor_parallel: the embedded engine uses one GPU; set it to 1, or engine.kind to sglang"
+
+
+def _source_problems(config: Config) -> Iterator[str]:
+    sources = {f"task.sources.{i}": source for i, source in enumerate(config.task.sources)}
+    sources |= {f"eval.sets.{i}.source": one.source for i, one in enumerate(config.eval.sets)}
+    for field, source in sources.items():
+        if source.kind == "datasets":
+            if source.path is None:
+                yield f"{field}.path: kind 'datasets' needs an id on the hub, such as openai/gsm8k, or a folder"
+            if source.options:
+                yield f"{field}.options: kind 'datasets' has none; use subset, split and revision"
+        elif source.subset or source.revision:
+            yield f"{field}: subset and revision are for kind 'datasets', not for '{source.kind}'; remove them"
 
 
 def _evaluation_problems(config: Config) -> Iterator[str]:

@@ -61,8 +61,12 @@ class ModelConfig(Section):
     """The policy to train."""
 
     path: str = "seed"
-    """A Hugging Face model folder as published (config, tokenizer, safetensors in float32, bfloat16 or FP8), or one of
-    the small policies shipped with DORA: `seed` for the arithmetic task, `seed-tools` for the one with a tool."""
+    """A Hugging Face model as published (config, tokenizer, safetensors in float32, bfloat16 or FP8): a folder, or an
+    id on the hub, such as `Qwen/Qwen3-0.6B`. Or one of the small policies shipped with DORA: `seed` for the arithmetic
+    task, `seed-tools` for the one with a tool. A folder that exists is preferred to an id."""
+    revision: str = ""
+    """Branch, tag or commit of an id on the hub. A run records and keeps the commit that it began with. Empty: the
+    default branch."""
     thinking: bool | None = None
     """Value of the chat template's `enable_thinking` switch. Unset: the template's own default."""
 
@@ -251,13 +255,20 @@ class SourceConfig(Section):
     kind: Literal["arithmetic", "reasoning_gym", "seeds", "jsonl", "parquet", "datasets", "function"] = "arithmetic"
     """`arithmetic`: the built-in long-tailed task. `reasoning_gym`: a dataset of that package, by name. `seeds`: rows
     with nothing but a `seed` and the `options`, for an environment that draws its task from them; training and held-out
-    sets get different seeds. `jsonl`, `parquet`: a file. `datasets`: a Hugging Face dataset. `function`: a function of
-    yours that returns an iterable of rows. `reasoning_gym`, `parquet` and `datasets` need an extra: `pip install
-    'dora-rl[reasoning-gym]'`, `[pyarrow]` or `[datasets]`."""
+    sets get different seeds. `jsonl`, `parquet`: a file. `datasets`: a data set on the Hugging Face hub, or a folder in
+    the same form. `function`: a function of yours that returns an iterable of rows. `reasoning_gym`, `parquet` and
+    `datasets` need an extra: `pip install 'dora-rl[reasoning-gym]'`, `[pyarrow]` or `[datasets]`."""
     name: str = ""
-    """Name of the dataset (`reasoning_gym`, `datasets`), or module:function (`function`)."""
+    """Name of the dataset (`reasoning_gym`), or module:function (`function`)."""
     path: Path | None = None
-    """File to read (`jsonl`, `parquet`)."""
+    """File to read (`jsonl`, `parquet`); id on the hub, such as `openai/gsm8k`, or folder (`datasets`)."""
+    subset: str = ""
+    """Subset (configuration) of the data set (`datasets`), such as "main". Empty: its default."""
+    split: str = "train"
+    """Split of the data set (`datasets`), or a part of it, such as `train[:500]`. Only its files are downloaded."""
+    revision: str = ""
+    """Branch, tag or commit of an id on the hub (`datasets`). A run records and keeps the commit that it began with.
+    Empty: the default branch."""
     prompt: str = "prompt"
     """Column that holds the prompt: a text, or chat messages as a list of {role, content} (needs
     `task.chat_template`)."""
@@ -266,8 +277,8 @@ class SourceConfig(Section):
     description: str = ""
     """What the prompts ask for, in a sentence: the terminal, the page and `dora check` show it beside the run."""
     options: dict[str, Any] = Field(default={})
-    """Further arguments of the source; for `arithmetic` and `reasoning_gym`, parameters of the generator; for
-    `datasets`, arguments of `load_dataset`, such as `split`, which is "train" unless given."""
+    """Further arguments of the source: parameters of the generator (`arithmetic`, `reasoning_gym`), columns of the rows
+    (`seeds`), or arguments of the function (`function`)."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Share of prompts drawn from this source, relative to the other sources."""
     label: str = ""

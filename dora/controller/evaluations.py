@@ -26,6 +26,7 @@ class EvalSet:
     samples: int  # n per prompt
     temperature: float
     num_skipped: int = 0  # rows whose prompts are over the limit
+    unreadable: Sequence[str] = ()  # what is wrong with each row that cannot be read
 
 
 def pass_at_k(counts: Sequence[tuple[int, int]], *, k: int) -> float | None:

@@ -84,6 +84,9 @@ class Recorder:
         for eval_set in evaluations.sets:
             if eval_set.num_skipped:
                 self._note_skipped_samples(eval_set.name, eval_set.num_skipped)
+            if eval_set.unreadable:
+                rows = f"{eval_set.name}: skipped {len(eval_set.unreadable)} rows that cannot be read"
+                self._note_problem("evaluation_shortened", f"{rows}; {eval_set.unreadable[0]}")
 
     def _note_skipped_samples(self, name: str, count: int) -> None:
         what = "rows without a prompt from the environment, or with one" if self._facts.has_environment else "prompts"

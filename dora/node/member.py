@@ -23,6 +23,7 @@ import psutil
 import structlog
 
 from dora.config.load import parse
+from dora.config.schema import Config
 from dora.core.ids import VersionId
 from dora.engine.engines import installed_release
 from dora.errors import ConfigError
@@ -66,7 +67,7 @@ class NodeSettings:
     folder: Path
     token: str
     api_key: str | None  # of its servers; None: each gets its own
-    find_model: Callable[[str], Path]  # `model.path` -> folder
+    find_models: Callable[[Config], Awaitable[tuple[Path, Path | None]]]  # folders of the model and of the reference
     is_well: IsWell
     tell: Callable[[str], None]  # shows a line to the user
 
@@ -120,7 +121,7 @@ class Member:
         """Prepare folders, store and relay for a run."""
         config = parse(welcome.config)
         set_umask(config.run.group)
-        model = settings.find_model(config.model.path)
+        model, reference = await settings.find_models(config)
         root = (settings.folder / welcome.run_id).resolve()
         store = await asyncio.to_thread(_open_store, stack, settings, welcome, root)
         key, lease = secrets.token_hex(32), root / f"lease-{os.getpid()}"
@@ -134,6 +135,7 @@ class Member:
             welcome,
             paths=NodePaths(
                 model=str(model),
+                reference=str(reference or ""),
                 memory_root=str(store.memory_root),
                 durable_root=str(root / "versions"),
                 checkpoints=str(root / "checkpoints"),

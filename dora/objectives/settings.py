@@ -91,7 +91,9 @@ class ObjectiveConfig(Section):
     kl_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
     """Coefficient of the divergence from the reference policy."""
     kl_reference: str = ""
-    """Model folder of the reference policy, of the same architecture as `model.path`. Empty: version 0."""
+    """The reference policy, given as `model.path` is, and of the same architecture. Empty: version 0."""
+    kl_revision: str = ""
+    """Branch, tag or commit of `kl_reference`, as `model.revision` is of `model.path`."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] = "k3"
     """Per token, with d = log reference - log π: `k1`: -d; `k2`: d²/2; `k3`: e^d - d - 1; `k3_weighted`: `k3` times
     k = π/μ, without gradient, which makes it unbiased off-policy."""

@@ -46,7 +46,7 @@ _ASKED = {
 STARTING = "starting"
 #: Number of steps over which the time left and the trained tokens per second are averaged.
 AVERAGED_STEPS = 5
-#: Key of the groups whose prompt is over the limit in `Ledger.reasons`.
+#: Key of the groups whose prompt is over the limit, or cannot be read, in `Ledger.reasons`.
 _TOO_LONG = DropGroup(GroupId(0), GroupPhase.FAILED, f"{DropReason.GENERATION}: {NoPrompt.TOO_LONG}", rewards=()).why
 #: Number of servers that are down to name.
 MAX_DOWN = 4
@@ -187,7 +187,9 @@ class Snapshot:
     dropped: Annotated[
         dict[str, int], Metric("groups_dropped_total", "Groups filtered or failed, by reason.", label="reason")
     ]
-    prompts_skipped: Annotated[int, Metric("prompts_skipped_total", "Groups whose prompt is over the limit.")]
+    prompts_skipped: Annotated[
+        int, Metric("prompts_skipped_total", "Groups whose prompt is over the limit, or cannot be read.")
+    ]
     staleness: Annotated[
         tuple[int, ...], Metric("groups_committed_total", "Groups committed, by staleness.", label="staleness")
     ]  #: at staleness 0, 1, ... K, and beyond where K does not bound it

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
+from dora import hub
 from dora.errors import ConfigError
 from dora.model_files import no_model
 
@@ -21,11 +22,16 @@ def path(name: str = "seed") -> Path:
     return Path(str(files("dora.seed") / SHIPPED[name]))
 
 
-def model_folder(name: str) -> Path:
-    """Return the folder of a model; `name` is a path, or the name of a policy that is shipped with DORA."""
+def model_folder(name: str, *, revision: str = "", field: str = "model.path") -> Path:
+    """Return the folder of a model without asking the hub. `name` is a path, an id on the hub whose files are in the
+    cache, or the name of a policy that is shipped with DORA."""
+    if hub.is_identifier(name, "model"):
+        return hub.cached(hub.Repo(name, "model", revision, field)).folder
+    if revision:
+        raise ConfigError(f"{field}: {name} is here, and no id on the hub, so it has no revision '{revision}'")
     if name in SHIPPED:
         return path(name)
     folder = Path(name)
     if not (folder / "config.json").is_file():
-        raise ConfigError(no_model(name))
+        raise ConfigError(no_model(name, field=field))
     return folder.resolve()

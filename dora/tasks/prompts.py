@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dora.errors import ConfigError
-from dora.tasks.sources import Row, Source, derive_seed, open_source
+from dora.tasks.sources import Row, Source, derive_seed, open_source, require_readable
 from dora.tasks.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ class Prompt:
     tokens: tuple[int, ...]
     answer: str  # reference answer, "" if there is none
     metadata: Mapping[str, Any]  # the other columns of the row, as plain JSON values
-    skipped: str = ""  # the reason if the prompt is over the limit, with `tokens` empty; otherwise ""
+    skipped: str = ""  # the reason if it is over the limit or cannot be read, with `tokens` empty; otherwise ""
+    is_readable: bool = True  # whether its row can be read
     source_index: int = 0  # in `task.sources`
     label: str = ""  # of its source
     row: Row = field(default_factory=dict)  # all columns, for an environment
@@ -95,6 +96,7 @@ class PromptStream:
         self._tokenizer = tokenizer
         self._seed = seed
         self._overlong: set[int] = set()  # positions drawn so far, below JUDGED_ROWS
+        self._unreadable: list[dict[int, str]] = [{} for _ in sources]  # what is wrong with rows, by their indices
         #: Prompts in the stream; None if it is endless. It ends with the first source that ends, because continuing
         #: with the others would change the mixture.
         self.num_prompts = _mixture_length([self._num_draws(source) for source in sources], shares=self._shares)
@@ -112,7 +114,10 @@ class PromptStream:
         prompt = render(
             source, row, position=position, task=self._task, tokenizer=self._tokenizer, converse=self._converse
         )
-        if prompt.skipped and prompt.conversation is None and position < JUDGED_ROWS:
+        if not prompt.is_readable:
+            self._unreadable[index][row] = prompt.skipped
+            require_readable([*self._unreadable[index].values()], of=source.num_rows or 0)
+        elif prompt.skipped and prompt.conversation is None and position < JUDGED_ROWS:
             self._overlong.add(position)
             _require_half(len(self._overlong), of=JUDGED_ROWS, what="prompts", task=self._task)
         return replace(prompt, source_index=index)
@@ -141,8 +146,8 @@ def open_stream(task: TaskConfig, *, tokenizer: Tokenizer, seed: int, converse: 
         source = open_source(config, field=field, seed=derive_seed(seed, "source", index), split="train")
         if converse is None:
             _check_rows(source, limit=CHECKED_ROWS, task=task, tokenizer=tokenizer)
-        elif skipped := render(source, 0, position=0, task=task, tokenizer=tokenizer, converse=converse).skipped:
-            raise ConfigError(skipped)
+        else:
+            _check_first(source, task=task, tokenizer=tokenizer, converse=converse)
         sources.append(source)
     return PromptStream(sources, task=task, tokenizer=tokenizer, seed=seed, converse=converse)
 
@@ -162,10 +167,12 @@ def open_eval_prompts(
     found = [
         render(source, row, position=row, task=task, tokenizer=tokenizer, converse=converse) for row in range(count)
     ]
+    unreadable = [prompt.skipped for prompt in found if not prompt.is_readable]
+    require_readable(unreadable, of=count)
     failed = [prompt.skipped for prompt in found if prompt.conversation is not None and prompt.conversation.failed]
     if 2 * len(failed) > count:
         raise ConfigError(f"{field}: {len(failed)} of the first {count} rows have no prompt; {failed[0]}")
-    num_overlong = sum(bool(prompt.skipped) for prompt in found) - len(failed)
+    num_overlong = sum(bool(prompt.skipped) for prompt in found) - len(failed) - len(unreadable)
     _require_half(num_overlong, of=count, what=f"rows of {field} ({source.name})", task=task)
     return found
 
@@ -221,10 +228,36 @@ def render(
     tokenizer: Tokenizer,
     converse: Converse | None = None,
 ) -> Prompt:
-    """Return row `row_index` as a prompt; `ConfigError` names the row if it is unusable.
+    """Return row `row_index` as a prompt. It is `skipped` if it is over the limit, if its episode cannot begin, or if
+    it cannot be read; of an endless source, this is a `ConfigError`."""
+    try:
+        return _rendered(source, row_index, position=position, task=task, tokenizer=tokenizer, converse=converse)
+    except ConfigError as err:
+        if source.num_rows is None:
+            raise
+        return Prompt(
+            position=position,
+            source=source.name,
+            text="",
+            tokens=(),
+            answer="",
+            metadata={},
+            skipped=str(err),
+            is_readable=False,
+            label=source.label,
+            where=source.where(row_index),
+        )
 
-    A row over the limit, or whose episode cannot begin, is `skipped`.
-    """
+
+def _rendered(
+    source: Source,
+    row_index: int,
+    *,
+    position: int,
+    task: TaskConfig,
+    tokenizer: Tokenizer,
+    converse: Converse | None,
+) -> Prompt:
     row, where = source.row(row_index), source.where(row_index)
     tokens: Sequence[int]
     conversation, skipped = None, ""
@@ -315,13 +348,30 @@ def _as_json(value: T, *, where: str) -> T:
 
 def _check_rows(source: Source, *, limit: int, task: TaskConfig, tokenizer: Tokenizer) -> None:
     """Render and measure the first `limit` rows; of a generator only one, because a thousand could take minutes."""
-    num_overlong = 0
-    for row in range(min(source.num_rows or 1, limit)):
+    num_overlong, unreadable, count = 0, list[str](), min(source.num_rows or 1, limit)
+    for row in range(count):
         prompt = render(source, row, position=row, task=task, tokenizer=tokenizer)
-        num_overlong += bool(prompt.skipped) and row < JUDGED_ROWS
+        if not prompt.is_readable:
+            unreadable.append(prompt.skipped)
+        else:
+            num_overlong += bool(prompt.skipped) and row < JUDGED_ROWS
+    require_readable(unreadable, of=count)
     if source.num_rows is not None:
         judged = min(source.num_rows, JUDGED_ROWS)
         _require_half(num_overlong, of=judged, what=f"rows of {source.name}", task=task)
+
+
+def _check_first(source: Source, *, task: TaskConfig, tokenizer: Tokenizer, converse: Converse) -> None:
+    """Have the environment make the prompt of the first row that can be read."""
+    unreadable, count = list[str](), source.num_rows or 1
+    for row in range(count):
+        prompt = render(source, row, position=row, task=task, tokenizer=tokenizer, converse=converse)
+        if prompt.is_readable and prompt.skipped:
+            raise ConfigError(prompt.skipped)
+        if prompt.is_readable:
+            return
+        unreadable.append(prompt.skipped)
+        require_readable(unreadable, of=count)
 
 
 def _require_half(num_overlong: int, *, of: int, what: str, task: TaskConfig) -> None:
@@ -337,5 +387,5 @@ def _same_rows(left: SourceConfig, right: SourceConfig) -> bool:
     """Return whether two finite sources have the same rows. Generators separate their splits themselves."""
     if left.kind in ("arithmetic", "reasoning_gym", "seeds"):
         return False
-    keys = [(source.kind, source.name, source.path, repr(source.options)) for source in (left, right)]
+    keys = [(s.kind, s.name, s.path, s.subset, s.split, s.revision, repr(s.options)) for s in (left, right)]
     return keys[0] == keys[1]

@@ -1,8 +1,9 @@
 """Sources of task rows: files, data sets, generators and user functions with one interface.
 
 Invariant: `row(index)` is a pure function of (config, seed, index), in any process and any order; a source has no
-position. Generators are endless. All other sources are finite and are read completely when they are opened, so that a
-malformed line is found before anything starts.
+position. Generators are endless. All other sources are finite and are read completely when they are opened, so that
+malformed lines are found before anything starts. A row of a finite source that cannot be read is a ConfigError whenever
+it is asked for; it keeps its index.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -23,6 +24,7 @@ from dora import hub
 from dora.errors import ConfigError
 from dora.extras import require_extra
 from dora.functions import load_function
+from dora.tasks import data_sets
 
 if TYPE_CHECKING:
     from dora.config.schema import SourceConfig
@@ -167,25 +169,50 @@ def _generator(name: str, row: Callable[[int], Row]) -> Source:
 
 def _jsonl(config: SourceConfig, *, field: str) -> Source:
     path = _file(config, field=field)
-    offsets, lines = array("q"), array("q")
-    with path.open("rb") as file:
-        offset = 0
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                _decode_line(line, where=f"{path}:{number}")
-                offsets.append(offset)
-                lines.append(number)
-            offset += len(line)
+    return _lines([path], config, field=field, name=path.name)
+
+
+def _lines(paths: Sequence[Path], config: SourceConfig, *, field: str, name: str) -> Source:
+    """Return the lines of files as rows, of which few may be unreadable."""
+    files, offsets, lines = array("q"), array("q"), array("q")
+    unreadable: list[str] = []
+    for index, path in enumerate(paths):
+        with path.open("rb") as file:
+            offset = 0
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    unreadable += _problem(line, where=f"{path}:{number}")
+                    files.append(index)
+                    offsets.append(offset)
+                    lines.append(number)
+                offset += len(line)
+    require_readable(unreadable, of=len(offsets))
 
     def row(index: int) -> Row:
-        with path.open("rb") as file:
+        with paths[files[index]].open("rb") as file:
             file.seek(offsets[index])
             return _decode_line(file.readline(), where=where(index))
 
     def where(index: int) -> str:
-        return f"{path}:{lines[index]}"
+        return f"{paths[files[index]]}:{lines[index]}"
 
-    return _table(config, field=field, name=path.name, num_rows=len(offsets), row=row, where=where)
+    return _table(config, field=field, name=name, num_rows=len(offsets), row=row, where=where)
+
+
+def _problem(line: bytes, *, where: str) -> list[str]:
+    """Return what is wrong with a line, in a list; nothing if it can be read."""
+    try:
+        _decode_line(line, where=where)
+    except ConfigError as err:
+        return [str(err)]
+    return []
+
+
+def require_readable(unreadable: Sequence[str], *, of: int) -> None:
+    """Raise ConfigError if more than one in a hundred rows cannot be read. `unreadable`: what is wrong with each."""
+    if 100 * len(unreadable) > of:
+        count = f" ({len(unreadable):,} of {of:,} rows cannot be used)" if len(unreadable) > 1 else ""
+        raise ConfigError(f"{unreadable[0]}{count}")
 
 
 def _decode_line(line: bytes, *, where: str) -> Row:
@@ -220,13 +247,33 @@ def _parquet(config: SourceConfig, *, field: str) -> Source:
 
 def _datasets(config: SourceConfig, *, field: str) -> Source:
     require_extra("datasets", field=f"{field}.kind")
-    import datasets
+    folder, names = _data_set(config, field=field)
+    found = data_sets.find_split(folder, names, config, field=field)
+    name = str(config.path)
+    if found.has_lines and config.split in found.files:  # which `datasets` would refuse if one line were broken
+        return _lines([folder / file for file in found.names], config, field=field, name=name)
+    return _listed(data_sets.read_rows(folder, found, config, field=field), config, field=field, name=name)
 
-    try:
-        rows = datasets.load_dataset(config.name, **{"split": "train", **config.options})
-    except Exception as err:  # hub, network, loader and name errors share no base class
-        raise ConfigError(f"{field}.name: cannot load data set '{config.name}' ({type(err).__name__}: {err})") from err
-    return _listed(rows, config, field=field, name=config.name)
+
+def _data_set(config: SourceConfig, *, field: str) -> tuple[Path, Iterable[str]]:
+    """Return the folder of a data set, which has the files of the split, and the paths of all its files."""
+    if (repo := repository(config, field=field)) is not None:
+        snapshot = hub.cached(repo)
+        return snapshot.folder, snapshot.sizes
+    folder = Path(str(config.path))
+    if config.revision:
+        raise ConfigError(f"{field}.revision: {folder} is here, and no id on the hub; remove the revision")
+    if not folder.is_dir():
+        instead = '; set kind to "jsonl" or "parquet" to read a file' if folder.is_file() else ""
+        raise ConfigError(f"{field}.path: {folder} is neither a folder nor an id on the hub{instead}")
+    return folder, data_sets.names_in(folder)
+
+
+def repository(config: SourceConfig, *, field: str) -> hub.Repo | None:
+    """Return the data set of the hub that a source reads; None if it reads none."""
+    if config.kind != "datasets" or not hub.is_identifier(str(config.path), "dataset"):
+        return None
+    return hub.Repo(str(config.path), "dataset", config.revision, f"{field}.path")
 
 
 def _function(config: SourceConfig, *, field: str) -> Source:
@@ -240,7 +287,10 @@ def _function(config: SourceConfig, *, field: str) -> Source:
 
 def _listed(rows: Sequence[Any], config: SourceConfig, *, field: str, name: str) -> Source:
     def row(index: int) -> Row:
-        found = rows[index]
+        try:
+            found = rows[index]
+        except Exception as err:  # decoders of columns may raise anything
+            raise ConfigError(f"{name} row {index}: cannot be read ({type(err).__name__}: {err})") from err
         if not isinstance(found, Mapping):
             raise ConfigError(f"{name} row {index}: a row must be a dict of columns, not {type(found).__name__}")
         return found
@@ -275,6 +325,7 @@ def _file(config: SourceConfig, *, field: str) -> Path:
     if config.path is None:
         raise ConfigError(f"{field}.path: kind '{config.kind}' needs a file")
     if not config.path.is_file():
-        identifier = hub.instead(str(config.path), "dataset", field=f"{field}.path")
-        raise ConfigError("; ".join(filter(None, (f"{field}.path: {config.path} is not a file", identifier))))
+        is_hub = hub.is_identifier(str(config.path), "dataset")
+        instead = '; for a data set of the hub, set kind to "datasets"' if is_hub else ""
+        raise ConfigError(f"{field}.path: {config.path} is not a file{instead}")
     return config.path

@@ -133,6 +133,7 @@ class NodePaths(WirePart, frozen=True):
     """Folders of a node."""
 
     model: str
+    reference: str  # of the reference policy; "": version 0
     memory_root: str
     durable_root: str
     checkpoints: str

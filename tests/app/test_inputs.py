@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from dora.app.inputs import model_digest, open_inputs, weights_digest
 from dora.config.load import load
@@ -42,24 +43,22 @@ def test_a_request_longer_than_the_context_is_refused(altered) -> None:
     [
         (
             "Qwen/Qwen2.5-0.5B",
-            "model.path: Qwen/Qwen2.5-0.5B is not a folder; correct the path or, if it is a model of the Hugging Face "
-            "hub, run hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B and set model.path to "
-            "models/Qwen2.5-0.5B",
+            f"model.path: Qwen/Qwen2.5-0.5B is not in the cache of the hub ({HF_HUB_CACHE})",
         ),
         (
             "models/my-model",
-            "model.path: models/my-model has no config.json; give a Hugging Face model folder, for example by "
-            "hf download OWNER/NAME --local-dir models/my-model",
+            "model.path: models/my-model has no config.json; give a Hugging Face model folder, or an id on the hub, "
+            "such as Qwen/Qwen3-0.6B",
         ),
         (
             "there/my model",
-            "model.path: there/my model has no config.json; give a Hugging Face model folder, for example by "
-            "hf download OWNER/NAME --local-dir 'there/my model'",
+            "model.path: there/my model has no config.json; give a Hugging Face model folder, or an id on the hub, "
+            "such as Qwen/Qwen3-0.6B",
         ),
         ("there", "model.path: there has no config.json; give a Hugging Face model folder"),
     ],
 )
-def test_a_model_that_is_not_here_is_refused_with_the_command_that_downloads_it(
+def test_a_model_that_is_not_here_is_refused_with_what_to_give_instead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, says: str
 ) -> None:
     (tmp_path / "there").mkdir()
@@ -163,7 +162,7 @@ def test_the_files_of_the_reference_are_part_of_what_training_starts_from(altere
     model = model_folder("seed")
 
     def digest(*changes: str) -> str:
-        return weights_digest(load(None, ["objective.kl_coefficient=0.1", *changes], environ={}), model)
+        return weights_digest(open_inputs(load(None, ["objective.kl_coefficient=0.1", *changes], environ={})))
 
     assert digest() == model_digest(model)
     reference = f"objective.kl_reference={altered()}"

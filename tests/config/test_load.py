@@ -126,7 +126,8 @@ def test_a_set_below_a_plain_value_is_refused():
         ("weights.zzz", "valid here: memory_folder, transfer, keep"),
         (
             "task.sources.0.zzzzzzzz",
-            "valid here: kind, name, path, prompt, answer, description, options, weight, label, advantage",
+            "valid here: kind, name, path, subset, split, revision, prompt, answer, description, options, weight, "
+            "label, advantage",
         ),
     ],
 )

@@ -1071,9 +1071,9 @@ _FOUND: Final = tuple(
             "fence-raised-after-a-look-at-the-folder",
             "dora/app/opening.py",
             "        raise_fence(folder.fence, epoch=self.term)  # before reading anything that an old rank could "
-            "still change\n        model_chain = base_chain(weights_digest(job.config, job.inputs.model))\n"
+            "still change\n        model_chain = base_chain(weights_digest(job.inputs))\n"
             "        self.start = self._restore(model_chain)  #: where the trainer starts\n",
-            "        model_chain = base_chain(weights_digest(job.config, job.inputs.model))\n"
+            "        model_chain = base_chain(weights_digest(job.inputs))\n"
             "        self.start = self._restore(model_chain)\n"
             "        raise_fence(folder.fence, epoch=self.term)\n",
             "test_a_rank_of_an_older_controller_publishes_nothing_into_a_resumed_run",

@@ -166,7 +166,7 @@ class Peer:
 
 
 def report(**changes: Any) -> Report:
-    paths = NodePaths(model="", memory_root="", durable_root="", checkpoints="", fence="", logs="")
+    paths = NodePaths(model="", reference="", memory_root="", durable_root="", checkpoints="", fence="", logs="")
     fields: dict[str, Any] = {
         "term": 0,
         "serial": -1,
@@ -261,13 +261,16 @@ async def agent(folder: Path, *addresses: str, name: str = "n", token: str = TOK
     async def is_well(url: str) -> bool:
         return True
 
+    async def find_models(config: Config) -> tuple[Path, None]:
+        return Path(config.model.path), None
+
     settings = NodeSettings(
         name=name,
         host="127.0.0.1",
         folder=folder,
         token=token,
         api_key=None,
-        find_model=Path,
+        find_models=find_models,
         is_well=is_well,
         tell=told.append,
     )

@@ -42,7 +42,7 @@ def test_the_example_of_the_readme_is_a_config(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(example)
     config = load(path, environ={})
-    assert config.model.path == "models/Qwen3-0.6B"
+    assert config.model.path == "Qwen/Qwen3-0.6B"
 
 
 def test_the_table_of_the_readme_has_every_command() -> None:

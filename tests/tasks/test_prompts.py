@@ -348,9 +348,7 @@ def test_a_template_that_rejects_a_row_names_both(open_with, tmp_path, model_fol
         ({"kind": "jsonl", "path": "rows/train.jsonl"}, "rows/train.jsonl is not a file$"),
         (
             {"kind": "jsonl", "path": "openai/gsm8k"},
-            r"task.sources.0.path: openai/gsm8k is not a file; correct the path or, if it is a data set of the Hugging "
-            r"Face hub, run hf download --repo-type dataset openai/gsm8k --local-dir data/gsm8k and set "
-            r"task.sources.0.path to a file in data/gsm8k$",
+            r'task.sources.0.path: openai/gsm8k is not a file; for a data set of the hub, set kind to "datasets"$',
         ),
         ({"kind": "parquet", "path": __file__}, "is not a Parquet file"),
         ({"kind": "reasoning_gym", "name": "leg_count"}, "did you mean 'leg_counting'"),
