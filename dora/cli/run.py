@@ -51,7 +51,7 @@ def run(
     with ExitStack() as held:
         if earlier is not None:  # lock before reading, so that nothing read can be changed by another process
             held.enter_context(hold(earlier.lock))
-            config = _config_to_resume(earlier, overrides)
+            config = config_to_resume(earlier, overrides)
         else:
             config = load(config_path, overrides, environ=os.environ)
         if train_only is not None:
@@ -83,7 +83,7 @@ def _newest(config_path: Path | None, overrides: Sequence[str]) -> Path | None:
     return RunFolder.newest(run.folder, name=run.name)
 
 
-def _config_to_resume(folder: RunFolder, overrides: Sequence[str]) -> Config:
+def config_to_resume(folder: RunFolder, overrides: Sequence[str]) -> Config:
     """Return the configuration with which a run continues; ConfigError if it has keys that this version does not."""
     if keys := unknown_keys(folder.config):
         header = Journal(folder.journal).header

@@ -27,6 +27,8 @@ def sentence(s: Snapshot) -> str:
             f"Resuming after {s.steps_trained:,} of {_count(s.num_steps, 'step')}" if s.groups_admitted else "Starting"
         )
         return f"{begin}: {_share(num_up, s.num_servers, 'server')} up, {_ranks(s)}."
+    if not s.num_steps:
+        return f"{_evaluation(s).capitalize() or 'Starting.'} {_servers(s)}"
     if s.steps_trained >= s.num_steps:
         return f"Training is complete; {_evaluation(s) or 'the run is about to end.'}"
     if not s.steps_trained and not any(row.serving for row in s.versions):
@@ -52,7 +54,8 @@ def duration(seconds: float | None) -> str:
 def _end(s: Snapshot) -> str:
     if s.phase == "finished":
         return f"Finished in {duration(s.uptime_s)}: {s.reason}.{_learned(s)}"
-    return f"{s.phase.capitalize()} after {s.steps_trained:,} of {_count(s.num_steps, 'step')}: {s.reason.rstrip('.')}."
+    done = f"{s.steps_trained:,} of {_count(s.num_steps, 'step')}" if s.num_steps else duration(s.uptime_s)
+    return f"{s.phase.capitalize()} after {done}: {s.reason.rstrip('.')}."
 
 
 def _learned(s: Snapshot) -> str:
