@@ -50,7 +50,7 @@ class SetFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HeldOutAnswer:
     """What became of one sample."""
 
     reward: float | None  #: None: it failed
@@ -113,7 +113,7 @@ class HeldOut:
     def versions(self) -> list[VersionId]:
         return sorted(self._ended)
 
-    def answers(self, version: VersionId, chosen: SetFacts) -> list[list[Answer]]:
+    def answers(self, version: VersionId, chosen: SetFacts) -> list[list[HeldOutAnswer]]:
         """Return the answers to each prompt of a set."""
         first = sum(one.prompts * one.samples for one in self.sets[: self.sets.index(chosen)])
         samples = [self._answer(version, first + i) for i in range(chosen.prompts * chosen.samples)]
@@ -123,11 +123,11 @@ class HeldOut:
         """Return the rewards of the graded answers to each prompt of a set."""
         return [[answer.reward for answer in one if answer.reward is not None] for one in self.answers(version, chosen)]
 
-    def _answer(self, version: VersionId, index: int) -> Answer:
+    def _answer(self, version: VersionId, index: int) -> HeldOutAnswer:
         id = evaluation_id(version, index, num_samples=self._size)
         sample = self._ended[version][id]
         failure = self._failures.get(id, "unknown") if sample.reward is None else ""
-        return Answer(sample.reward, sample.num_tokens, bool(sample.truncated), failure)
+        return HeldOutAnswer(sample.reward, sample.num_tokens, bool(sample.truncated), failure)
 
 
 @dataclass
@@ -186,7 +186,7 @@ def results(folder: RunFolder) -> Results:
     )
 
 
-def set_result(facts: SetFacts, answers: Sequence[Sequence[Answer]]) -> SetResult:
+def set_result(facts: SetFacts, answers: Sequence[Sequence[HeldOutAnswer]]) -> SetResult:
     """Return the score on a set, given the answers to each prompt."""
     rewards = [[answer.reward for answer in one] for one in answers]
     graded = [[reward for reward in one if reward is not None] for one in rewards]

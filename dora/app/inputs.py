@@ -39,7 +39,7 @@ def open_inputs(config: Config, *, converse: Converse | None = None) -> Inputs:
     tokenizer = load_tokenizer(model, thinking=config.model.thinking)
     if not tokenizer.eos_ids:
         raise ConfigError(f"model.path: {model} has no end-of-sequence token; set eos_token_id in its config.json")
-    if config.objective.kl_reference:
+    if config.objective.kl_reference and config.run.steps:
         _check_reference(Path(config.objective.kl_reference), model)
     vocab_size = _check_limits(config, model, num_tokens=tokenizer.vocab_size)
     task = config.task if config.run.steps else config.task.model_copy(update={"sources": ()})  # nothing is trained
@@ -113,7 +113,7 @@ def model_digest(model: Path) -> str:
 
 def weights_digest(config: Config, model: Path) -> str:
     """Return a digest of what training starts from: the model folder, and the reference's folder if it has one."""
-    reference = config.objective.kl_reference
+    reference = config.objective.kl_reference if config.run.steps else ""
     return model_digest(model) + (model_digest(Path(reference)) if reference else "")
 
 

@@ -82,7 +82,7 @@ class Running:
     folder: RunFolder
     status_url: str
     token_file: Path | None  # the generated token of the status endpoint; None if the user configured one
-    stop_timeout_s: float  # maximum duration of a clean stop
+    stop_timeout_s: float  # maximum time that a clean stop waits for the trainer; 0: there is none
     snapshot: Callable[[], Snapshot]
     interrupt: Callable[[], None]  # stop cleanly
     kill: Callable[[], None]  # kill all processes
@@ -281,7 +281,7 @@ class _Run:
             folder=folder,
             status_url=status_url,
             token_file=folder.status_token if config.status.token is None else None,
-            stop_timeout_s=config.trainer.stop_timeout_s,
+            stop_timeout_s=0.0 if self._job.rollout_only else config.trainer.stop_timeout_s,
             snapshot=recorder.snapshot,
             interrupt=controller.interrupt,
             kill=node.kill_all,

@@ -307,6 +307,22 @@ def trace(
     command(folder, output)
 
 
+@app.command()
+def compare(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Run folders, also of evaluations; the first is the baseline."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="HTML page with the curves.")] = Path(
+        "comparison.html"
+    ),
+) -> None:
+    """Compare runs: settings, figures, curves, and held-out scores prompt by prompt."""
+    from dora.cli.compare import compare as command
+
+    command(folders, output)
+
+
 app.add_typer(instances, name="instances")
 app.add_typer(processes)  # without a name: as if they were defined here
 

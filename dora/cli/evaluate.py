@@ -10,7 +10,7 @@ from pathlib import Path
 import uvloop
 
 from dora.app.evaluate import evaluation_of, overrides_of, version_named
-from dora.app.held_out import read_results
+from dora.app.held_out import write_results
 from dora.app.job import run_job
 from dora.app.trust import executed, require_trust
 from dora.cli.output import say
@@ -55,7 +55,7 @@ def resume(folder: Path, overrides: Sequence[str], *, trust_folder: bool) -> Non
         try:
             end(uvloop.run(run_job(config, Terminal(), earlier=run, trust_folder=trust_folder)))
         except RunEnded:
-            say(*summary(read_results(run), run))
+            say(*summary(write_results(run), run))
 
 
 def _config_of(run: RunFolder, overrides: Sequence[str]) -> Config:

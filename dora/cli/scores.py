@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dora.app.held_out import Results, SetResult
+from dora.cli.output import table
 from dora.errors import one_line
 from dora.journal.run_folder import RunFolder
 from dora.observe.sentence import duration
@@ -16,7 +17,7 @@ SHOWN_CAUSES = 5
 def summary(found: Results, folder: RunFolder, *, violations: int = 0) -> list[str]:
     """Return the lines: a table with a line for each set, failures by cause, and where everything is."""
     lines = [f"evaluation of {found.model} in {duration(found.seconds)}, seed {found.seed}"]
-    lines += _table([HEAD, *(tuple(_cells(one)) for one in found.sets)])
+    lines += (f"  {row}" for row in table([HEAD, *(tuple(_cells(one)) for one in found.sets)]))
     for one in found.sets:
         lines += _notes(one)
     methods = dict.fromkeys(one.interval.method for one in found.sets if one.interval is not None)
@@ -37,13 +38,6 @@ def _cells(one: SetResult) -> Iterator[str]:
     yield f"{one.interval.low:.3f} to {one.interval.high:.3f}" if one.interval is not None else "-"
     yield ", ".join(f"{k}: {share:.3f}" for k, share in one.pass_at.items()) or "-"
     yield from (f"{sum(one.failed.values()):,}", f"{one.truncated:,}", f"{one.mean_tokens:,.0f}")
-
-
-def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """Yield lines of aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _notes(one: SetResult) -> Iterator[str]:

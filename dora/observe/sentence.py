@@ -28,7 +28,7 @@ def sentence(s: Snapshot) -> str:
         )
         return f"{begin}: {_share(num_up, s.num_servers, 'server')} up, {_ranks(s)}."
     if not s.num_steps:
-        return f"{_evaluation(s).capitalize() or 'Starting.'} {_servers(s)}"
+        return f"{_evaluation(s, of='the model').capitalize() or 'Starting.'} {_servers(s)}"
     if s.steps_trained >= s.num_steps:
         return f"Training is complete; {_evaluation(s) or 'the run is about to end.'}"
     if not s.steps_trained and not any(row.serving for row in s.versions):
@@ -80,11 +80,12 @@ def _count(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def _evaluation(s: Snapshot) -> str:
+def _evaluation(s: Snapshot, *, of: str = "") -> str:
     """Return what is evaluated, or "" if nothing is."""
     if (now := s.evaluation) is None:
         return ""
-    return f"version {now.version} is being evaluated: {now.graded:,} of {_count(now.samples, 'answer')} graded."
+    what = of or f"version {now.version}"
+    return f"{what} is being evaluated: {now.graded:,} of {_count(now.samples, 'answer')} graded."
 
 
 def _servers(s: Snapshot) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import statistics
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,6 @@ from tests.e2e.runs import (
     Run,
     assert_audit_clean,
     assert_one_clear_error,
-    events_of,
     orders_of,
     run_to_end,
     settings,
@@ -98,11 +98,13 @@ def test_the_prompts_of_a_task_are_scored_by_source(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_that_was_killed_continues_without_asking_again(slow_model: Path, tmp_path: Path) -> None:
-    sets = f'[{{name="slow",prompts=40,{SUMS}}}]'
-    arguments = small(tmp_path, run__steps=0, model__path=slow_model, eval__sets=sets, engine__slots=4)
+    sets = f'[{{name="slow",prompts=16,{SUMS}}}]'
+    arguments = small(
+        tmp_path, run__steps=0, model__path=slow_model, eval__sets=sets, engine__slots=4, rollout__max_new_tokens=64
+    )
     with Run(*arguments, "--set", "run.name=x-eval") as run:
         folder = run.folder
-        run.until_status(lambda s: 4 <= (s["evaluation"] or {"graded": 0})["graded"] < 36, what="some graded")
+        run.until_status(lambda s: 4 <= (s["evaluation"] or {"graded": 0})["graded"] < 14, what="some graded")
         run.process.kill()
         run.end()
     result = run_to_end("eval", "--resume", str(folder.root))
@@ -119,9 +121,8 @@ def test_an_evaluation_that_was_killed_continues_without_asking_again(slow_model
             graded.add(record.event.trajectory)
         asked_again += [o.trajectory for o in record.commands if isinstance(o, cmd.Generate) and o.trajectory in before]
     assert epoch == 1
-    assert len(graded) == 40
+    assert len(graded) == 16
     assert not asked_again
-    assert len(events_of(folder, ev.TrajectoryGraded)) >= 40
     assert_audit_clean(folder)
     again = run_to_end("eval", "--resume", str(folder.root))
     assert again.returncode == 0
@@ -183,3 +184,41 @@ def test_the_configuration_of_a_folder_from_someone_else_is_not_executed(trained
     assert_one_clear_error(result, code=2, says=r"is not signed with a key of yours; --trust-folder allows an eval")
     with_own = run_to_end("eval", "--model", str(copy.root), *small(tmp_path, eval__sets=SETS), "--trust-folder")
     assert with_own.returncode == 0, with_own.stderr
+
+
+# -- comparing --------------------------------------------------------------------------------------------------------
+
+
+def test_runs_and_evaluations_are_compared_prompt_by_prompt(trained: RunFolder, tmp_path: Path) -> None:
+    result = run_to_end("eval", "--model", f"{trained.root}@0", *settings(run__folder=tmp_path))
+    assert result.returncode == 0, result.stderr
+    own = HeldOut(trained)
+    means = [statistics.mean(r for one in own.rewards(VersionId(v), own.sets[0]) for r in one) for v in (0, 2)]
+    told = run_to_end("compare", str(trained.root), str(evaluation(tmp_path).root), cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    assert f"greedy: B (v0) - A (v2) = {means[0] - means[1]:+.3f}, 95 %" in told.stdout
+    assert re.search(r"^  greedy: final +0\.\d+ \(v2\) +0\.\d+ \(v0\)$", told.stdout, re.MULTILINE), told.stdout
+    assert re.search(r"^  model\.path +.*seed.* +.*versions/v000000", told.stdout, re.MULTILINE), told.stdout
+    assert "run.name" in told.stdout
+    page = (tmp_path / "comparison.html").read_text()
+    assert "Held-out reward: greedy" in page
+    assert "http://" not in page.split('id="recorded"')[0], "nothing is loaded from elsewhere"
+
+
+def test_scores_on_other_prompts_are_not_paired(trained: RunFolder, tmp_path: Path) -> None:
+    result = run_to_end("eval", "--model", str(trained.root), "--prompts", "4", *settings(run__folder=tmp_path))
+    assert result.returncode == 0, result.stderr
+    told = run_to_end("compare", str(trained.root), str(evaluation(tmp_path).root), cwd=tmp_path)
+    assert "'greedy' has other prompts than in the first run" in told.stdout
+    assert " - A " not in told.stdout
+
+
+def test_mistakes_in_a_comparison_are_one_line(trained: RunFolder, tmp_path: Path) -> None:
+    run = str(trained.root)
+    for given, says in (
+        ((run,), "give 2 to 26 run folders"),
+        ((run, run), "a folder is given twice"),
+        ((run, str(tmp_path)), "is not a run folder"),
+    ):
+        assert_one_clear_error(run_to_end("compare", *given, cwd=tmp_path), code=2, says=says)
+    assert not [*tmp_path.iterdir()]
