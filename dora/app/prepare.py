@@ -64,7 +64,7 @@ def prepare(
 ) -> Job:
     """Prepare a new job or, with `recorded`, the rest of one; ConfigError if a resume does not allow the changes."""
     require_installed(config.tracking.trackers)
-    rollout_only = recorded.rollout_only if recorded is not None else rollout_only or not config.run.steps
+    rollout_only = (recorded.rollout_only if recorded is not None else rollout_only) or not config.run.steps
     settings = settings_of(config, eval_prompt_tokens=inputs.evaluations.prompt_tokens)
     if pacing is not None:
         settings = replace(settings, **{name: getattr(pacing.settings, name) for name in _OF_WORKLOADS})

@@ -59,8 +59,10 @@ def _end(s: Snapshot) -> str:
 
 
 def _learned(s: Snapshot) -> str:
-    """Return the reward of the first held-out set before and after; "" if it is not known."""
+    """Return the reward of the first held-out set before and after, or of the model; "" if it is not known."""
     own = [score for score in s.scores if score.name == s.scores[0].name and score.mean is not None]
+    if own and not s.num_steps:
+        return f" Held-out reward: {own[0].mean:.3f}."
     if len(own) < 2:
         return ""
     return f" Held-out reward: {own[0].mean:.3f} at version {own[0].version}, {own[-1].mean:.3f} at {own[-1].version}."

@@ -27,6 +27,8 @@ from tests.e2e.runs import (
     small,
 )
 
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
+
 SUMS = 'source={kind="arithmetic",options={min_terms=2,max_terms=12}}'
 SETS = f'[{{name="greedy",prompts=12,{SUMS}}},{{name="sampled",prompts=6,samples=4,temperature=1.0,{SUMS}}}]'
 #: Number of answers of an evaluation of SETS.
