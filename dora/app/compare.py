@@ -153,7 +153,7 @@ def _curves(folder: RunFolder) -> dict[str, list[Point]]:
 def _add(curves: dict[str, list[Point]], heading: str, step: Any, at: Any, value: Any) -> None:
     """Add a point, unless others have written something else into the row."""
     if all(isinstance(number, Real) for number in (step, at, value)):
-        curves.setdefault(heading, []).append((step, at / 60, value))
+        curves.setdefault(heading, []).append((step, round(at / 60, 3), value))
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:

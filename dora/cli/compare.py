@@ -63,7 +63,7 @@ def _figures(found: Comparison) -> Iterator[str]:
         row("steps", lambda run: f"{run.steps:,}"),
         row("time", lambda run: duration(run.hours * 3600)),
         row("tokens sampled", lambda run: f"{run.num_tokens:,}"),
-        row("tokens trained per second", lambda run: f"{run.trained_tokens_per_s:,.0f}"),
+        row("tokens trained per second", lambda run: f"{run.trained_tokens_per_s:,.0f}" if run.steps else "-"),
         row("staleness, mean", lambda run: "-" if run.staleness is None else f"{run.staleness:.2f}"),
         row("trainer idle", lambda run: "-" if run.idle_share is None else f"{run.idle_share:.0%}"),
     ]
@@ -93,4 +93,5 @@ def _score(row: HeldOutRow | None, chosen: Callable[[HeldOutRow], VersionScore])
 
 
 def _cut(value: str) -> str:
-    return value if len(value) <= MAX_VALUE else f"{value[: MAX_VALUE - 1]}…"
+    """Leave out the middle of a long value: paths often differ at their end."""
+    return value if len(value) <= MAX_VALUE else f"{value[: MAX_VALUE // 4]}…{value[-(3 * MAX_VALUE // 4 - 1) :]}"

@@ -182,7 +182,7 @@ def _evaluation_graded(state: State) -> None:
     evaluation = state.evaluation
     evaluation.ungraded -= 1
     if state.settings.rules.in_flight is not None or not state.settings.steps:
-        state.progress_at = state.now  # training may have waited for the sample (`updates`), or there is none
+        state.progress_at = state.now  # training may wait for the sample (`updates`)
     episode_left(state)
     if evaluation.ungraded:
         return

@@ -12,7 +12,7 @@ const score = (one) => one && `${number(one.mean)} (v${one.version})`;
 const names = [...new Set(found.runs.flatMap((run) => run.held_out.map((one) => one.name)))];
 fill("runs", ["", "Run", "", "Steps", "Time", "Trained tokens/s", "Staleness", "Trainer idle", ...names.flatMap((name) => [`${name}: final`, "best"])],
   found.runs.map((run, i) => [
-    letters[i], run.run_id, run.phase, run.steps, time(3600 * run.hours), { number: count(run.trained_tokens_per_s) },
+    letters[i], run.run_id, run.phase, run.steps, time(3600 * run.hours), { number: run.steps ? count(run.trained_tokens_per_s) : "–" },
     { number: run.staleness === null ? "–" : run.staleness.toFixed(2) }, { number: percent(run.idle_share) },
     ...names.flatMap((name) => {
       const own = run.held_out.find((one) => one.name === name);
@@ -31,7 +31,7 @@ fill("settings", ["", ...letters], found.settings.map((one) => [one.key, ...one.
 function show(heading, at) {
   const axis = at ? "minutes" : "steps", own = found.runs.map((run) => new Map((run.curves[heading] ?? []).map((point) => [point[at], point[2]])));
   const x = [...new Set(own.flatMap((points) => [...points.keys()]))].sort((a, b) => a - b);
-  const series = own.map((points, i) => [letters[i], x.map((one) => points.get(one) ?? null)]).filter((_, i) => own[i].size);
+  const series = own.map((points, i) => [letters[i], x.map((one) => points.get(one) ?? null)]);
   const latest = own.flatMap((points, i) => (points.size ? [`${letters[i]} ${number([...points.values()].at(-1))} `] : []));
   const card = new Card(heading, `${heading}, over ${axis}`, { axis });
   card.show(x, series, latest);
