@@ -57,7 +57,7 @@ def run(
         if train_only is not None:
             from dora.cli.train_only import train_only as train
 
-            train(config, train_only)
+            train(require_steps(config), train_only)
             return
         from dora.app.job import run_job
         from dora.cli.terminal import Terminal
@@ -76,6 +76,13 @@ def run(
             if not or_continue:
                 raise
             say(str(err))
+
+
+def require_steps(config: Config) -> Config:
+    """Return the configuration; ConfigError if it trains nothing."""
+    if not config.run.steps:
+        raise ConfigError("run.steps: 0 steps train nothing; raise it, or use dora eval")
+    return config
 
 
 def _newest(config_path: Path | None, overrides: Sequence[str]) -> Path | None:
