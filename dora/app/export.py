@@ -11,8 +11,8 @@ from dora.journal.run_folder import RunFolder
 from dora.weights.store import StoreError, VersionStore, checksum_of, clear_errors
 
 
-def export(run: RunFolder, *, version: VersionId | None, to: Path | None) -> tuple[VersionId, Path]:
-    """Copy `version` (default: the newest) to `to` (default: the run folder); return the version and its folder."""
+def stored_version(run: RunFolder, version: VersionId | None, *, option: str) -> tuple[VersionId, VersionStore]:
+    """Return `version` (default: the newest) and the durable store that has it; ConfigError if there is none."""
     run.require_plain(run.versions)
     store = VersionStore(memory_root=run.versions, durable_root=run.versions)
     durable = store.durable()
@@ -21,7 +21,13 @@ def export(run: RunFolder, *, version: VersionId | None, to: Path | None) -> tup
     chosen = durable[-1] if version is None else version
     if chosen not in durable:
         known = f"{durable[0]} to {durable[-1]}" if len(durable) > 1 else str(durable[0])
-        raise ConfigError(f"--version {chosen}: {run.versions} has {known}; weights.keep decides which are kept")
+        raise ConfigError(f"{option}: {run.versions} has {known}; weights.keep decides which are kept")
+    return chosen, store
+
+
+def export(run: RunFolder, *, version: VersionId | None, to: Path | None) -> tuple[VersionId, Path]:
+    """Copy `version` (default: the newest) to `to` (default: the run folder); return the version and its folder."""
+    chosen, store = stored_version(run, version, option=f"--version {version}")
     target = to or run.root / f"export-v{chosen}"
     if target.exists():
         raise ConfigError(f"{target}: already exists; choose another folder with --to")

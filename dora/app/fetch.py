@@ -109,7 +109,7 @@ def model_folders(config: Config) -> tuple[Path, Path | None]:
     field = "objective.kl_reference"
     reference = (
         model_folder(objective.kl_reference, revision=objective.kl_revision, field=field)
-        if objective.kl_reference
+        if objective.kl_reference and config.run.steps
         else None
     )
     return model_folder(model.path, revision=model.revision), reference
@@ -133,12 +133,12 @@ def _look(config: Config, hub: Hub) -> tuple[Config, list[Needed]]:
 def _models(config: Config) -> Iterator[Repo]:
     if is_identifier(config.model.path, "model"):
         yield Repo(config.model.path, "model", config.model.revision, "model.path")
-    if is_identifier(config.objective.kl_reference, "model"):
+    if config.run.steps and is_identifier(config.objective.kl_reference, "model"):
         yield Repo(config.objective.kl_reference, "model", config.objective.kl_revision, "objective.kl_reference")
 
 
 def _sources(config: Config) -> Iterator[tuple[str, SourceConfig]]:
-    for index, source in enumerate(config.task.sources):
+    for index, source in enumerate(config.task.sources if config.run.steps else ()):
         yield f"task.sources.{index}", source
     for one in config.eval.sets:
         yield f"eval.sets.{one.name}.source", one.source

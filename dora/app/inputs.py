@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dora.app.fetch import model_folders
-from dora.config.schema import Config
+from dora.config.schema import Config, EvalConfig, TaskConfig
 from dora.controller.evaluations import EvalSet, Evaluations
 from dora.engine.model_check import shape_differences
 from dora.errors import ConfigError
@@ -43,10 +43,10 @@ def open_inputs(config: Config, *, converse: Converse | None = None) -> Inputs:
     if reference is not None:
         _check_reference(reference, model)
     vocab_size = _check_limits(config, model, num_tokens=tokenizer.vocab_size)
-    stream = open_stream(config.task, tokenizer=tokenizer, seed=config.run.seed, converse=converse)
-    return Inputs(
-        model, reference, tokenizer, vocab_size, stream, open_evaluations(config, tokenizer, converse=converse)
-    )
+    task = config.task if config.run.steps else config.task.model_copy(update={"sources": ()})  # nothing is trained
+    stream = open_stream(task, tokenizer=tokenizer, seed=config.run.seed, converse=converse)
+    evaluations = open_evaluations(config.eval, task, tokenizer, converse=converse)
+    return Inputs(model, reference, tokenizer, vocab_size, stream, evaluations)
 
 
 def _check_reference(reference: Path, model: Path) -> None:
@@ -84,11 +84,13 @@ def _check_limits(config: Config, model: Path, *, num_tokens: int) -> int:
     return embedded
 
 
-def open_evaluations(config: Config, tokenizer: Tokenizer, *, converse: Converse | None = None) -> Evaluations:
+def open_evaluations(
+    config: EvalConfig, task: TaskConfig, tokenizer: Tokenizer, *, converse: Converse | None = None
+) -> Evaluations:
     """Open the held-out sets. Their prompts do not depend on the run's seed, so that runs can be compared."""
     sets = []
-    for held_out in config.eval.sets:
-        rows = open_eval_prompts(held_out, task=config.task, tokenizer=tokenizer, seed=0, converse=converse)
+    for held_out in config.sets:
+        rows = open_eval_prompts(held_out, task=task, tokenizer=tokenizer, seed=0, converse=converse)
         prompts = [prompt for prompt in rows if not prompt.skipped]
         unreadable = [prompt.skipped for prompt in rows if not prompt.is_readable]
         sets.append(

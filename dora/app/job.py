@@ -30,6 +30,7 @@ from dora.app.build import (
 )
 from dora.app.episodes import EpisodeInputs, enter_inputs
 from dora.app.fetch import fetch
+from dora.app.held_out import write_results
 from dora.app.inputs import Inputs
 from dora.app.nodes import let_nodes_leave, open_cluster, require_token
 from dora.app.opening import Opened
@@ -44,6 +45,7 @@ from dora.controller.recorder import Recorder
 from dora.controller.rollouts import RolloutWriter
 from dora.controller.trainer_link import TrainerLink
 from dora.core.events import Event
+from dora.core.ids import FIRST_VERSION
 from dora.core.invariants import check as check_invariants
 from dora.core.phases import ImpossibleChange
 from dora.engine.api import InferenceEngine
@@ -81,7 +83,7 @@ class Running:
     folder: RunFolder
     status_url: str
     token_file: Path | None  # the generated token of the status endpoint; None if the user configured one
-    stop_timeout_s: float  # maximum duration of a clean stop
+    stop_timeout_s: float  # maximum time that a clean stop waits for the trainer; 0: there is none
     snapshot: Callable[[], Snapshot]
     interrupt: Callable[[], None]  # stop cleanly
     kill: Callable[[], None]  # kill all processes
@@ -284,7 +286,7 @@ class _Run:
             folder=folder,
             status_url=status_url,
             token_file=folder.status_token if config.status.token is None else None,
-            stop_timeout_s=config.trainer.stop_timeout_s,
+            stop_timeout_s=0.0 if self._job.rollout_only else config.trainer.stop_timeout_s,
             snapshot=recorder.snapshot,
             interrupt=controller.interrupt,
             kill=node.kill_all,
@@ -313,13 +315,19 @@ class _Run:
             log.error("impossible_change", reason=str(err), excerpt=err.excerpt)
         if not isinstance(err, RunFailed):
             return None
-        resume = "" if state.finished and not state.stalled else f"; continue with dora run --resume {folder.root}"
+        command = "run" if self._job.config.run.steps else "eval"
+        resume = (
+            "" if state.finished and not state.stalled else f"; continue with dora {command} --resume {folder.root}"
+        )
         return RunFailed(f"{err}; logs: {folder.logs}{resume}")
 
     def _end(self, outcome: Outcome, recorder: Recorder, opened: Opened) -> Outcome:
         """Audit a finished run and show the result. An interrupted run is not audited, so that stopping is fast."""
         folder, snapshot = self._folder, recorder.snapshot()
         violations = len(audit(folder).violations) if outcome.finished else 0
+        if outcome.finished and not self._job.config.run.steps:
+            write_results(folder)
+            opened.store.discard(FIRST_VERSION)  # a copy of the model
         self._frontend.ended(snapshot, folder=folder, violations=violations)
         if outcome.finished and (lost := opened.store.stranded(self._job.state.window.entries)):
             raise RunFailed(

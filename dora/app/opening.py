@@ -20,6 +20,7 @@ import structlog
 
 from dora import foreign
 from dora.app import resume as resuming
+from dora.app.held_out import HELD_OUT_SET
 from dora.app.inputs import model_files, weights_digest
 from dora.app.lost_rows import lost_rows, ranges
 from dora.app.prepare import Job
@@ -57,7 +58,16 @@ from dora.observe.observed import Folded, Observed
 from dora.transport.controller_end import ControllerEnd
 from dora.transport.messages import CheckpointWritten
 from dora.weights.fence import raise_fence
-from dora.weights.store import Manifest, StoreError, VersionStore, choose_memory_root, claim, sweep_orphans
+from dora.weights.store import (
+    MANIFEST,
+    Manifest,
+    StoreError,
+    VersionStore,
+    choose_memory_root,
+    claim,
+    clear_errors,
+    sweep_orphans,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -82,9 +92,10 @@ def read_nodes(path: Path) -> Known:
 def open_store(config: Config, folder: RunFolder, model: Path, stack: AsyncExitStack) -> VersionStore:
     """Open the version store: in memory if all live versions fit there, else in the run folder.
 
-    If the ranks are on nodes, nothing on this host reads versions, so they are only in the run folder.
+    If the ranks are on nodes, nothing on this host reads versions, so they are only in the run folder. If nothing is
+    trained, the only version is read once by each server.
     """
-    if config.num_training_nodes:
+    if config.num_training_nodes or not config.run.steps:
         return VersionStore(memory_root=folder.versions, durable_root=folder.versions)
     root = choose_memory_root(
         config.weights.memory_folder,
@@ -101,8 +112,10 @@ def open_store(config: Config, folder: RunFolder, model: Path, stack: AsyncExitS
 def publish_model(store: VersionStore, model: Path, *, chain: str = "") -> Manifest:
     """Publish the files of the model folder as version 0."""
     staged = store.stage(FIRST_VERSION)
-    for path in model_files(model):
-        shutil.copyfile(path, staged / path.name)
+    with clear_errors(f"cannot copy the model {model}", remove=staged):
+        for path in model_files(model):
+            if path.name != MANIFEST:  # that of another run's version
+                shutil.copyfile(path, staged / path.name)
     return store.seal(FIRST_VERSION, staged, chain=chain)
 
 
@@ -275,6 +288,8 @@ class Opened:
             version = package_version("dora-rl")
             self.journal.append(Header(FORMAT, folder.run_id, created, version, job.settings, job.rollout_only))
             self.journal.append(Note(0.0, resuming.HELD_OUT, {"digest": job.inputs.evaluations.digest}))
+            for eval_set in job.inputs.evaluations.sets:
+                self.journal.append(Note(0.0, HELD_OUT_SET, eval_set.facts))
         self.journal.append(Epoch(job.epoch, job.started_at, dump(job.config), job.changes))
         self.commits.sync()
 

@@ -8,11 +8,12 @@ from msgspec.structs import replace
 
 from dora.app import resume as resuming
 from dora.app.inputs import Inputs
-from dora.app.settings import rollout_only_settings, settings_of
+from dora.app.settings import evaluation_settings, rollout_only_settings, settings_of
 from dora.app.trust import write_config
 from dora.config.schema import Config
 from dora.core.state import State
 from dora.core.strategies import Settings
+from dora.errors import ConfigError
 from dora.journal.run_folder import RunFolder
 from dora.trackers.kinds import require_installed
 
@@ -38,7 +39,7 @@ class Job:
     state: State
     recorded: resuming.Recorded | None  # the journaled run; None unless this is a resume
     changes: tuple[str, ...]  # changes of the configuration since the previous epoch
-    rollout_only: bool
+    rollout_only: bool  # without a trainer; true as well if nothing is trained (run.steps = 0)
     time_scale: float  # seconds of the run per second of the wall clock; 1 unless the run is paced
 
     @property
@@ -63,11 +64,14 @@ def prepare(
 ) -> Job:
     """Prepare a new job or, with `recorded`, the rest of one; ConfigError if a resume does not allow the changes."""
     require_installed(config.tracking.trackers)
-    rollout_only = recorded.rollout_only if recorded is not None else rollout_only
+    rollout_only = (recorded.rollout_only if recorded is not None else rollout_only) or not config.run.steps
     settings = settings_of(config, eval_prompt_tokens=inputs.evaluations.prompt_tokens)
     if pacing is not None:
         settings = replace(settings, **{name: getattr(pacing.settings, name) for name in _OF_WORKLOADS})
-    if rollout_only:
+    if not config.run.steps:
+        _require_samples(inputs)
+        settings = evaluation_settings(settings)
+    elif rollout_only:
         settings = rollout_only_settings(settings)
     if recorded is not None:  # waves keep their size; if the setting is lower now, ranks split them into passes
         settings = replace(settings, micro_batch_tokens=recorded.settings.micro_batch_tokens)
@@ -81,6 +85,11 @@ def prepare(
         rollout_only=rollout_only,
         time_scale=pacing.time_scale if pacing is not None else 1.0,
     )
+
+
+def _require_samples(inputs: Inputs) -> None:
+    if not inputs.evaluations.prompt_tokens:
+        raise ConfigError("eval.sets: there is no prompt to evaluate the model on; add a set, or raise run.steps")
 
 
 def new_folder(config: Config) -> RunFolder:

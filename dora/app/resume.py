@@ -167,6 +167,8 @@ def accept(recorded: Recorded, config: Config, settings: Settings, *, is_accepte
     fixed = [n for n in names if getattr(settings, n) != getattr(recorded.settings, n)]
     if "steps" in fixed and not recorded.rollout_only and settings.steps > recorded.settings.steps:
         fixed.remove("steps")
+    if "steps" in fixed and not recorded.settings.steps:
+        raise ConfigError("run.steps: an evaluation trains nothing; start a run for that (dora run)")
     if "steps" in fixed:
         raise ConfigError(f"run.steps: the run has {recorded.settings.steps} steps; the number can only be raised")
     before = recorded.configuration

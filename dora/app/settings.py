@@ -73,6 +73,13 @@ def rollout_only_settings(settings: Settings) -> Settings:
     )
 
 
+def evaluation_settings(settings: Settings) -> Settings:
+    """Turn the job into the evaluation of version 0, without a step."""
+    return msgspec.structs.replace(
+        settings, rules=rules_of("periodic", max_staleness=0), steps=0, updates=1, num_ranks=1, eval_every=0
+    )
+
+
 def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
     """Return the settings of the trainer ranks."""
     beta1, beta2 = config.trainer.betas

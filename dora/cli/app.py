@@ -134,6 +134,60 @@ def run(
     )
 
 
+@app.command(name="eval")
+def evaluate(
+    config: ConfigPath = None,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL|RUN[@VERSION]",
+            help="Model to score, as in model.path, or a run folder: its newest version, or version RUN@VERSION. "
+            "Without CONFIG.toml, a run is scored as its own configuration says.",
+        ),
+    ] = None,
+    urls: Annotated[
+        list[str] | None,
+        typer.Option("--url", metavar="URL", help="Server to use, into which the model is loaded. May be repeated."),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, help="Answers per prompt. With more than one, greedy sets get rollout.temperature."),
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Largest number of prompts per set.")] = None,
+    of_task: Annotated[
+        bool, typer.Option("--task", help="Score prompts of task.sources, also if there are held-out sets.")
+    ] = False,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Continue this evaluation, or show its results if it has ended.")
+    ] = None,
+    trust_folder: TrustFolder = False,
+) -> None:
+    """Score a model on the held-out sets of a configuration, without training.
+
+    Prints the score of each set, and writes them into results.json of a run folder.
+    """
+    _say_preparing()
+    from dora.cli.evaluate import evaluate as command
+    from dora.cli.evaluate import resume as continue_evaluation
+
+    if resume is None:
+        command(
+            config,
+            overrides or [],
+            model=model,
+            urls=urls or [],
+            samples=samples,
+            prompts=prompts,
+            of_task=of_task,
+            trust_folder=trust_folder,
+        )
+    elif config is not None or model is not None or urls or samples is not None or prompts is not None or of_task:
+        raise ConfigError("--resume: an evaluation keeps its own configuration; omit CONFIG.toml and other options")
+    else:
+        continue_evaluation(resume, overrides or [], trust_folder=trust_folder)
+
+
 def _say_preparing() -> None:
     """At a terminal, say that preparing takes some seconds; there is no other output until the run folder exists."""
     if sys.stdout.isatty():
@@ -251,6 +305,22 @@ def trace(
     from dora.cli.view import write_trace as command
 
     command(folder, output)
+
+
+@app.command()
+def compare(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Run folders, also of evaluations; the first is the baseline."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="HTML page with the curves.")] = Path(
+        "comparison.html"
+    ),
+) -> None:
+    """Compare runs: settings, figures, curves, and held-out scores prompt by prompt."""
+    from dora.cli.compare import compare as command
+
+    command(folders, output)
 
 
 app.add_typer(instances, name="instances")

@@ -17,11 +17,13 @@ from dora.app.gpu_plan import Gpus
 from dora.app.gpu_plan import check_plan as plan
 from dora.app.node_check import check_nodes as wait_for_nodes
 from dora.cli.output import say
+from dora.cli.run import require_steps
 from dora.config.load import load
+from dora.config.schema import Config
 
 
 def check(config_path: Path | None, overrides: Sequence[str], *, push: bool = False) -> None:
-    if uvloop.run(check_config(load(config_path, overrides, environ=os.environ), _print, push=push)):
+    if uvloop.run(check_config(_load(config_path, overrides), _print, push=push)):
         say("all checks passed; nothing was changed")
     else:
         say("what can be checked before the download is right; nothing was changed")
@@ -30,7 +32,7 @@ def check(config_path: Path | None, overrides: Sequence[str], *, push: bool = Fa
 def check_plan(config_path: Path | None, overrides: Sequence[str], *, gpus: str) -> None:
     """Exit with code 1 if the run does not fit on the GPUs."""
     given = Gpus.parse(gpus)
-    if not plan(load(config_path, overrides, environ=os.environ), given, _print):
+    if not plan(_load(config_path, overrides), given, _print):
         say(f"the run DOES NOT FIT on {given}")
         raise SystemExit(1)
     say(f"the run fits on {given} by this forecast; nothing was started or measured")
@@ -38,7 +40,7 @@ def check_plan(config_path: Path | None, overrides: Sequence[str], *, gpus: str)
 
 def check_nodes(config_path: Path | None, overrides: Sequence[str]) -> None:
     """Exit with code 1 if a node is missing, or does not receive versions."""
-    if not uvloop.run(wait_for_nodes(load(config_path, overrides, environ=os.environ), _print)):
+    if not uvloop.run(wait_for_nodes(_load(config_path, overrides), _print)):
         say("NOT ALL NODES ARE READY; nothing was changed")
         raise SystemExit(1)
     say("all nodes are ready; nothing was changed")
@@ -46,13 +48,17 @@ def check_nodes(config_path: Path | None, overrides: Sequence[str]) -> None:
 
 def check_drift(config_path: Path | None, overrides: Sequence[str]) -> None:
     """Exit with code 1 if engine and trainer disagree."""
-    found = uvloop.run(train_without_learning(load(config_path, overrides, environ=os.environ)))
+    found = uvloop.run(train_without_learning(_load(config_path, overrides)))
     for line in found.lines():
         say(line)
     is_flat, text = verdict(found)
     say(f"{'flat' if is_flat else 'DRIFT'}: {text}")
     if not is_flat:
         raise SystemExit(1)
+
+
+def _load(config_path: Path | None, overrides: Sequence[str]) -> Config:
+    return require_steps(load(config_path, overrides, environ=os.environ))
 
 
 def _print(topic: str, text: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TextIO
 
 from dora.errors import one_line
@@ -23,6 +23,13 @@ def show_progress(text: str) -> None:
     """Replace the text in the last line of a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r{one_line(text)}\x1b[K")
+
+
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _write(stream: TextIO, lines: Iterable[str]) -> None:

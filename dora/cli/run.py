@@ -51,13 +51,13 @@ def run(
     with ExitStack() as held:
         if earlier is not None:  # lock before reading, so that nothing read can be changed by another process
             held.enter_context(hold(earlier.lock))
-            config = _config_to_resume(earlier, overrides)
+            config = config_to_resume(earlier, overrides)
         else:
             config = load(config_path, overrides, environ=os.environ)
         if train_only is not None:
             from dora.cli.train_only import train_only as train
 
-            train(config, train_only)
+            train(require_steps(config), train_only)
             return
         from dora.app.job import run_job
         from dora.cli.terminal import Terminal
@@ -78,12 +78,19 @@ def run(
             say(str(err))
 
 
+def require_steps(config: Config) -> Config:
+    """Return the configuration; ConfigError if it trains nothing."""
+    if not config.run.steps:
+        raise ConfigError("run.steps: 0 steps train nothing; raise it, or use dora eval")
+    return config
+
+
 def _newest(config_path: Path | None, overrides: Sequence[str]) -> Path | None:
     run = load(config_path, overrides, environ=os.environ).run
     return RunFolder.newest(run.folder, name=run.name)
 
 
-def _config_to_resume(folder: RunFolder, overrides: Sequence[str]) -> Config:
+def config_to_resume(folder: RunFolder, overrides: Sequence[str]) -> Config:
     """Return the configuration with which a run continues; ConfigError if it has keys that this version does not."""
     if keys := unknown_keys(folder.config):
         header = Journal(folder.journal).header

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dora.app.held_out import read_results
+from dora.cli.scores import summary as summary_of_scores
 from dora.errors import one_line
 from dora.journal.run_folder import RunFolder
 from dora.observe.episodes import by_cause
@@ -13,7 +15,12 @@ from dora.status.frame import by_set, idle_text, mean_text, moves
 
 
 def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:
-    """Return the lines: held-out reward before and after, throughput, idle time, staleness, audit, and folder."""
+    """Return the lines: held-out reward before and after, throughput, idle time, staleness, audit, and folder.
+
+    Of an evaluation: its scores.
+    """
+    if not now.num_steps and now.phase == "finished":
+        return summary_of_scores(read_results(folder), folder, violations=violations)
     lines = [f"{now.phase}: {now.reason}", f"  {now.steps_trained} of {now.num_steps} steps in {now.uptime_s:.0f} s"]
     for name, scores in by_set(now.scores).items():
         ends = [scores[0], *scores[1:][-1:]]
@@ -40,7 +47,7 @@ def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:
     lines.append(f"  audit of {kept}: {_verdict(now, violations, folder=folder)}")
     lines.append(f"  everything is in {folder.root}")
     if now.phase == "interrupted":
-        lines.append(f"  to continue it: dora run --resume {folder.root}")
+        lines.append(f"  to continue it: dora {'run' if now.num_steps else 'eval'} --resume {folder.root}")
     return list(map(one_line, lines))
 
 

@@ -48,10 +48,8 @@ def _stop_on_signals(run: Running) -> None:
         if signals > 1:
             run.kill()
             os._exit(INTERRUPTED)
-        output.tell(
-            "stopping; everything in flight is kept. Waiting at most "
-            f"{run.stop_timeout_s:g} s for the trainer's checkpoint; press Ctrl-C again to end at once"
-        )
+        waits = f"Waiting at most {run.stop_timeout_s:g} s for the trainer's checkpoint; " if run.stop_timeout_s else ""
+        output.tell(f"stopping; everything in flight is kept. {waits}press Ctrl-C again to end at once")
         run.interrupt()
 
     loop = asyncio.get_running_loop()

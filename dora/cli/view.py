@@ -45,18 +45,18 @@ def write_report(folder: Path, output: Path | None) -> None:
     """Write the report of a run."""
     html = asyncio.run(make_report(folder))
     path = output or Path(f"{folder.resolve().name}.html")
-    _write(path, lambda file: file.write(html))
+    write_file(path, lambda file: file.write(html))
     say(f"{path}: {len(html) / 1e6:.1f} MB")
 
 
 def write_trace(folder: Path, output: Path | None) -> None:
     """Write the trace of a run."""
     path = output or Path(f"{folder.resolve().name}.trace.json")
-    count = _write(path, lambda file: write_trace_events(folder, file))
+    count = write_file(path, lambda file: write_trace_events(folder, file))
     say(f"{path}: {count:,} events; open it in https://ui.perfetto.dev")
 
 
-def _write(path: Path, write: Callable[[IO[bytes]], int]) -> int:
+def write_file(path: Path, write: Callable[[IO[bytes]], int]) -> int:
     """Write a file so that a failure leaves no incomplete file. Files placed in the folder by others do not matter."""
     written = path.with_name(f".{path.name[:200]}-{secrets.token_hex(8)}")
     try:

@@ -57,25 +57,31 @@ class Change:
     @property
     def alters_experiment(self) -> bool:
         """Whether the change may affect what is learned."""
-        return not any(self.key == name or self.key.startswith(f"{name}.") for name in OPERATIONAL)
+        return not is_operational(self.key)
 
     def __str__(self) -> str:
         return f"{self.key}: {self.before} -> {self.after}"
 
 
+def is_operational(key: str) -> bool:
+    """Return whether a dotted key is one of OPERATIONAL, or in one of its sections."""
+    return any(key == name or key.startswith(f"{name}.") for name in OPERATIONAL)
+
+
 def changes(before: Config, after: Config) -> list[Change]:
     """Return every key whose value differs, in the order of the schema, without secrets."""
-    old, new = dict(_flat(before.model_dump(mode="json"))), dict(_flat(after.model_dump(mode="json")))
+    old, new = dict(flat(before.model_dump(mode="json"))), dict(flat(after.model_dump(mode="json")))
     keys = dict.fromkeys([*old, *new])
     return [Change(k, old.get(k, "unset"), new.get(k, "unset")) for k in keys if old.get(k) != new.get(k)]
 
 
-def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the values of nested tables as JSON, by dotted key."""
     for name, value in node.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{key}.")
+            yield from flat(value, f"{key}.")
         elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            yield from _flat({str(i): item for i, item in enumerate(value)}, f"{key}.")
+            yield from flat({str(i): item for i, item in enumerate(value)}, f"{key}.")
         else:
-            yield key, json.dumps(value)
+            yield key, json.dumps(value, default=str)  # TOML has dates, too

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dora.config.load import add_secrets, dotted, read_toml, validated
-from dora.config.schema import Config, RolloutConfig, RunConfig, TrackingConfig, TrainerConfig
+from dora.config.schema import Config, ModelConfig, RolloutConfig, RunConfig, TrackingConfig, TrainerConfig
 from dora.section import Section
 
 
@@ -22,6 +22,7 @@ class RecordedConfig(Section):
     """The sections that readers of a run folder use."""
 
     run: RunConfig
+    model: ModelConfig
     rollout: RolloutConfig
     trainer: TrainerConfig
     tracking: TrackingConfig

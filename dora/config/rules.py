@@ -88,7 +88,7 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
 
 
 def _capacity_problems(config: Config) -> Iterator[str]:
-    if config.rollout.strategy == "dora" and 0 < config.num_instances < config.max_staleness + 1:
+    if config.run.steps and config.rollout.strategy == "dora" and 0 < config.num_instances < config.max_staleness + 1:
         more = "list more engine.urls" if not config.num_managed else "raise engine.instances"
         more = "raise nodes.expected or nodes.servers" if config.nodes.expected else more
         yield (

@@ -50,8 +50,9 @@ class RunConfig(Section):
     only the owner may read them."""
     seed: int = 0
     """Seed for the order of prompts, the sampling noise and the initialization."""
-    steps: Positive = 64
-    """T: the number of training steps. Step s trains under version s and publishes version s + 1."""
+    steps: Annotated[int, Field(ge=0)] = 64
+    """T: the number of training steps. Step s trains under version s and publishes version s + 1. 0: the model is only
+    evaluated on `eval.sets`, without trainer ranks, as by `dora eval` (docs/EVALUATION.md)."""
     no_progress_s: Seconds = 1_800.0
     """The run fails if no group is committed and no step is trained for this long; the error names the oldest group,
     its instance and its age. Set it higher than the longest answer takes."""
@@ -579,9 +580,16 @@ class Config(Section):
         return self.num_managed > 0 and self.engine.kind == "embedded" and not self.engine.command
 
     @property
+    def num_ranks(self) -> int:
+        """Number of trainer ranks; 0 if nothing is trained."""
+        return self.trainer.ranks if self.run.steps else 0
+
+    @property
     def num_training_nodes(self) -> int:
         """Number of nodes that have ranks; they take the first places."""
         nodes, trainer = self.nodes, self.trainer
+        if not self.num_ranks:
+            return 0
         if not nodes.expected or nodes.train != "auto":
             return 0 if nodes.train == "auto" else nodes.train
         return -(-trainer.ranks // nodes.gpus) if trainer.device == "cuda" else 1

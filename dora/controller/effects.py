@@ -91,8 +91,10 @@ class Sampling:
         """Return the seed of a request that continues a trajectory from `num_tokens` tokens.
 
         It depends on `num_tokens` because on some servers a resumed request would otherwise repeat its random numbers.
+        The samples of a held-out prompt have the same seeds under every version, and in `dora eval`.
         """
-        digest = hashlib.blake2b(f"{self.seed} {trajectory} {num_tokens}".encode(), digest_size=8).digest()
+        key = trajectory if trajectory >= 0 else self.evaluations.key(trajectory)
+        digest = hashlib.blake2b(f"{self.seed} {key} {num_tokens}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
     def bound(self, trajectory: TrajectoryId, record: TrajectoryRecord) -> int:

@@ -28,6 +28,27 @@ class EvalSet:
     num_skipped: int = 0  # rows whose prompts are over the limit
     unreadable: Sequence[str] = ()  # what is wrong with each row that cannot be read
 
+    @property
+    def digest(self) -> str:
+        """Digest of the prompts with their answers, in order. The scores of two sets with the same can be paired."""
+        digest = hashlib.blake2b(digest_size=16)
+        for prompt in self.prompts:
+            digest.update(prompt.digest)
+        return digest.hexdigest()
+
+    @property
+    def facts(self) -> dict[str, str | int | float]:
+        """What the journal notes of the set."""
+        return {
+            "name": self.name,
+            "source": self.prompts[0].source if self.prompts else "",
+            "prompts": len(self.prompts),
+            "samples": self.samples,
+            "temperature": self.temperature,
+            "skipped": self.num_skipped,
+            "digest": self.digest,
+        }
+
 
 def pass_at_k(counts: Sequence[tuple[int, int]], *, k: int) -> float | None:
     """Return the mean over prompts of the unbiased estimate of pass@k (arXiv 2107.03374, §2.1).
@@ -44,28 +65,35 @@ class Evaluations:
 
     def __init__(self, sets: Sequence[EvalSet]) -> None:
         self.sets = sets
-        self._samples = [  # (index of the set, index of the prompt in it)
-            (s, p) for s, one in enumerate(sets) for p in range(len(one.prompts)) for _ in range(one.samples)
+        self._samples = [  # (index of the set, index of the prompt in it, number among the samples of the prompt)
+            (s, p, n) for s, one in enumerate(sets) for p in range(len(one.prompts)) for n in range(one.samples)
         ]
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
         """Prompt lengths of all samples."""
-        return tuple(len(self.sets[s].prompts[p].tokens) for s, p in self._samples)
+        return tuple(len(self.sets[s].prompts[p].tokens) for s, p, _ in self._samples)
 
     @property
     def digest(self) -> str:
         """Digest of every prompt with its answer. Scores with different digests cannot be compared."""
         digest = hashlib.blake2b(digest_size=16)
-        for s, p in self._samples:
+        for s, p, _ in self._samples:
             digest.update(self.sets[s].prompts[p].digest)
         return digest.hexdigest()
 
     def locate(self, trajectory: TrajectoryId) -> tuple[EvalSet, int]:
         """Return the set of a sample, and the index of its prompt in the set."""
         _, index = evaluation_index(trajectory, num_samples=len(self._samples))
-        s, p = self._samples[index]
+        s, p, _ = self._samples[index]
         return self.sets[s], p
+
+    def key(self, trajectory: TrajectoryId) -> str:
+        """Return what a sample is, whichever the version, and whichever other sets and samples there are: its set, its
+        row, and its number among the samples of its prompt."""
+        _, index = evaluation_index(trajectory, num_samples=len(self._samples))
+        s, p, number = self._samples[index]
+        return f"{self.sets[s].name} {self.sets[s].prompts[p].position} {number}"
 
     def set_index(self, trajectory: TrajectoryId) -> int:
         """Return the index of a sample's set."""
@@ -82,7 +110,7 @@ class Evaluations:
 
     def _score(self, chosen: int, outcomes: Sequence[tuple[float | None, int]]) -> SetScore:
         eval_set = self.sets[chosen]
-        rows = [(p, *outcomes[i]) for i, (s, p) in enumerate(self._samples) if s == chosen]
+        rows = [(p, *outcomes[i]) for i, (s, p, _) in enumerate(self._samples) if s == chosen]
         rewards = [reward for _, reward, _ in rows if reward is not None]
         solved = Counter(p for p, reward, _ in rows if reward is not None and reward >= 1.0)
         graded = Counter(p for p, reward, _ in rows if reward is not None)

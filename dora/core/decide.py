@@ -65,7 +65,7 @@ def settle(state: State) -> None:
 
 def _fetch(state: State) -> None:
     """Order prompts for up to two steps."""
-    if state.source_dry or state.finished:
+    if state.source_dry or state.finished or not state.settings.steps:
         return
     state.fetching = True
     first = GroupId(state.next_group + len(state.prompts))
@@ -99,7 +99,13 @@ def _conclude(state: State) -> bool:
         return False  # a restarted trainer has to catch up first: the final checkpoint may be missing
     step, steps = formation.step, state.settings.steps
     state.finished = True
-    trained = "the only step is trained" if steps == 1 else f"all {steps} steps are trained"
-    dry = f"the prompt source is dry after step {step} of {steps}"
-    state.out.append(FinishRun(trained if step == steps else dry))
+    state.out.append(FinishRun(_reason(step, of=steps)))
     return False
+
+
+def _reason(step: int, *, of: int) -> str:
+    if not of:
+        return "the model is evaluated"
+    if step < of:
+        return f"the prompt source is dry after step {step} of {of}"
+    return "the only step is trained" if of == 1 else f"all {of} steps are trained"

@@ -181,8 +181,8 @@ def graded(state: State, trajectory: Trajectory, reward: float | None) -> None:
 def _evaluation_graded(state: State) -> None:
     evaluation = state.evaluation
     evaluation.ungraded -= 1
-    if state.settings.rules.in_flight is not None:
-        state.progress_at = state.now  # training may have waited for the sample (`updates`)
+    if state.settings.rules.in_flight is not None or not state.settings.steps:
+        state.progress_at = state.now  # training may wait for the sample (`updates`)
     episode_left(state)
     if evaluation.ungraded:
         return

@@ -28,6 +28,7 @@ def on_ticked(state: State, event: ev.Ticked) -> None:
     for instance in state.drained.values():
         evacuate(state, instance)
     outstanding = state.formation.num_unconsumed or state.feed.trained < state.formation.step
+    outstanding = outstanding or (not state.settings.steps and state.evaluation.version is not None)
     silent_s = state.now - state.progress_at
     if silent_s > state.settings.no_progress_s and outstanding and silent_s > _no_progress_s(state):
         state.stalled = True
@@ -43,6 +44,8 @@ def _no_progress_s(state: State) -> float:
 
 def culprit(state: State) -> str:
     """Describe what holds up the step: a group, with its trajectories and age, or the trainer."""
+    if not state.settings.steps:
+        return f"{state.evaluation.ungraded} answers of the evaluation are not graded"
     waves = state.feed.steps.get(state.feed.open_step) if state.feed.open_step is not None else None
     if state.feed.open_step is None:
         return "the trainer has not reported ready"

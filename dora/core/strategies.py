@@ -114,7 +114,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything besides events that decisions depend on; part of a journal's first record."""
 
     rules: Rules
-    steps: int  #: T
+    steps: int  #: T; 0: version 0 is evaluated, and nothing is trained
     groups_per_step: int  #: N
     group_size: int  #: G
     max_new_tokens: int
@@ -141,9 +141,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def is_possible(self) -> bool:
         """Whether a run can have these settings: the divisors, and those that determine how much the state holds."""
-        counts = (self.steps, self.groups_per_step, self.max_new_tokens, self.micro_batch_tokens, self.updates)
+        counts = (self.groups_per_step, self.max_new_tokens, self.micro_batch_tokens, self.updates)
         return (
-            min(counts) >= 1
+            self.steps >= 0
+            and min(counts) >= 1
             and self.groups_per_update >= 1
             and 1 <= self.group_size <= MAX_GROUP_SIZE
             and 1 <= self.num_ranks <= MAX_RANKS

@@ -33,7 +33,7 @@ class Header(JournalRecord, frozen=True):
     created: str  #: ISO 8601, UTC
     dora_version: str
     settings: Settings
-    rollout_only: bool = False
+    rollout_only: bool = False  #: without a trainer; true as well if nothing is trained (`settings.steps` is 0)
 
 
 class Epoch(JournalRecord, frozen=True):

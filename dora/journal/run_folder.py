@@ -39,6 +39,7 @@ class RunFolder:
         self.log = root / "log.jsonl"
         self.status_token = root / "status-token"  #: random, readable by its owner only
         self.status = root / "status.json"  #: the last status, for `dora status DIR`
+        self.results = root / "results.json"  #: of an evaluation that has ended
         self.nodes = root / "nodes.json"  #: the place of each node by its name
         self.lock = root / "lock"  #: held by the process that may write here
         self.fence = root / "epoch"  #: epoch of the controller whose ranks may publish and save
@@ -70,7 +71,8 @@ class RunFolder:
     def _files(self) -> tuple[Path, ...]:
         return (
             *(self.config, self.journal, self.tokens, self.metrics, self.trajectories, self.spans, self.timeline),
-            *(self.log, self.status_token, self.status, self.nodes, self.lock, self.fence, *self.root.glob("lease-*")),
+            *(self.log, self.status_token, self.status, self.results, self.nodes, self.lock, self.fence),
+            *self.root.glob("lease-*"),
         )
 
     @property

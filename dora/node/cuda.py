@@ -38,7 +38,7 @@ def require_cuda(config: Config, *, environ: Mapping[str, str]) -> None:
 def _ranks(config: Config) -> int:
     trainer = config.trainer
     is_checked = trainer.device == "cuda" and not config.num_training_nodes and not trainer.command
-    return trainer.ranks if is_checked else 0
+    return config.num_ranks if is_checked else 0
 
 
 def _engine_devices(config: Config, *, environ: Mapping[str, str]) -> int:

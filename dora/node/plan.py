@@ -135,7 +135,7 @@ def assign_gpus(config: Config, *, environ: Mapping[str, str]) -> list[str]:
     shares_all = engine.kind == "embedded" and not engine.command and not engine.gpus
     if engine.device == "cpu" or shares_all:
         return [""] * config.num_managed
-    after = config.trainer.ranks if config.trainer.device == "cuda" else 0
+    after = config.num_ranks if config.trainer.device == "cuda" else 0
     gpus = engine.gpus or tuple(range(after, after + config.num_managed * each))
     inherited = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if inherited and max(gpus, default=0) >= len(inherited):

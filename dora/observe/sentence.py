@@ -27,6 +27,8 @@ def sentence(s: Snapshot) -> str:
             f"Resuming after {s.steps_trained:,} of {_count(s.num_steps, 'step')}" if s.groups_admitted else "Starting"
         )
         return f"{begin}: {_share(num_up, s.num_servers, 'server')} up, {_ranks(s)}."
+    if not s.num_steps:
+        return f"{_evaluation(s, of='the model').capitalize() or 'Starting.'} {_servers(s)}"
     if s.steps_trained >= s.num_steps:
         return f"Training is complete; {_evaluation(s) or 'the run is about to end.'}"
     if not s.steps_trained and not any(row.serving for row in s.versions):
@@ -52,12 +54,15 @@ def duration(seconds: float | None) -> str:
 def _end(s: Snapshot) -> str:
     if s.phase == "finished":
         return f"Finished in {duration(s.uptime_s)}: {s.reason}.{_learned(s)}"
-    return f"{s.phase.capitalize()} after {s.steps_trained:,} of {_count(s.num_steps, 'step')}: {s.reason.rstrip('.')}."
+    done = f"{s.steps_trained:,} of {_count(s.num_steps, 'step')}" if s.num_steps else duration(s.uptime_s)
+    return f"{s.phase.capitalize()} after {done}: {s.reason.rstrip('.')}."
 
 
 def _learned(s: Snapshot) -> str:
-    """Return the reward of the first held-out set before and after; "" if it is not known."""
+    """Return the reward of the first held-out set before and after, or of the model; "" if it is not known."""
     own = [score for score in s.scores if score.name == s.scores[0].name and score.mean is not None]
+    if own and not s.num_steps:
+        return f" Held-out reward: {own[0].mean:.3f}."
     if len(own) < 2:
         return ""
     return f" Held-out reward: {own[0].mean:.3f} at version {own[0].version}, {own[-1].mean:.3f} at {own[-1].version}."
@@ -77,11 +82,12 @@ def _count(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def _evaluation(s: Snapshot) -> str:
+def _evaluation(s: Snapshot, *, of: str = "") -> str:
     """Return what is evaluated, or "" if nothing is."""
     if (now := s.evaluation) is None:
         return ""
-    return f"version {now.version} is being evaluated: {now.graded:,} of {_count(now.samples, 'answer')} graded."
+    what = of or f"version {now.version}"
+    return f"{what} is being evaluated: {now.graded:,} of {_count(now.samples, 'answer')} graded."
 
 
 def _servers(s: Snapshot) -> str:

@@ -165,10 +165,10 @@ class Snapshot:
     uptime_s: Annotated[float, Metric("uptime_seconds", "Time since the run began.")]
     eta_s: Annotated[float | None, Metric("eta_seconds", "Estimated time left.")]  #: None before two steps are trained
     max_staleness: int  #: K in force
-    num_steps: Annotated[int, Metric("steps", "T: number of steps of the job.")]
+    num_steps: Annotated[int, Metric("steps", "T: number of steps of the job; 0 if it only evaluates.")]
     groups_per_step: int  #: N
     steps_trained: Annotated[int, Metric("steps_trained_total", "Steps trained.")]
-    progress: float  #: steps_trained / num_steps
+    progress: float  #: steps_trained / num_steps; without steps, the share of the evaluation that is graded
     step_forming: Annotated[int, Metric("step_forming", "Step being formed, from 0.")]
     step_committed: Annotated[int, Metric("step_committed_groups", "Groups committed to the step being formed.")]
     newest_version: Annotated[
@@ -240,7 +240,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         num_steps=settings.steps,
         groups_per_step=settings.groups_per_step,
         steps_trained=state.feed.trained,
-        progress=state.feed.trained / settings.steps,
+        progress=_progress(state),
         step_forming=state.formation.step,
         step_committed=state.formation.committed,
         newest_version=state.window.newest,
@@ -351,6 +351,14 @@ def _trainer(state: State, shell: ShellFacts) -> TrainerRow:
         ranks=shell.num_ranks,
         ranks_ready=shell.ranks_ready,
     )
+
+
+def _progress(state: State) -> float:
+    if state.settings.steps:
+        return state.feed.trained / state.settings.steps
+    total, evaluation = len(state.settings.eval_prompt_tokens), state.evaluation
+    ungraded = total if state.evaluated is None and evaluation.version is None else evaluation.ungraded
+    return 1.0 - ungraded / max(1, total)
 
 
 def _evaluation(state: State) -> EvaluationRow | None:

@@ -108,10 +108,11 @@ def _sentence(s: Snapshot, width: int, *, is_over: bool) -> Iterator[Line]:
 
 def _progress(s: Snapshot, width: int) -> str:
     left = f", about {duration(s.eta_s)} left" if s.eta_s and s.phase not in ENDED else ""
-    text = f"  {s.steps_trained:,} of {s.num_steps:,} steps  {duration(s.uptime_s)} elapsed{left}"
+    done = f"{s.steps_trained:,} of {s.num_steps:,} steps" if s.num_steps else f"{s.progress:.0%} of the answers graded"
+    text = f"  {done}  {duration(s.uptime_s)} elapsed{left}"
     bar = _BAR[width >= WIDE]
-    done = round(bar * min(1.0, max(0.0, s.progress)))
-    return f"{'━' * done}{'─' * (bar - done)}{text}"
+    filled = round(bar * min(1.0, max(0.0, s.progress)))
+    return f"{'━' * filled}{'─' * (bar - filled)}{text}"
 
 
 def _learning(s: Snapshot, width: int) -> Iterator[Line]:

@@ -15,6 +15,8 @@ from typing import Final
 import msgspec
 
 INDEX: Final = "index.html"
+#: The page of `dora compare`, which asks for `comparison`.
+COMPARISON: Final = "compare.html"
 RECORDED: Final = "recorded.js"
 _FILE: Final = r'(?:src|href)="page/([\w.-]+)"'
 _STYLE: Final = re.compile(rf'<link rel="stylesheet" {_FILE}>')
@@ -23,14 +25,15 @@ _MODULE: Final = re.compile(rf'<script type="module" {_FILE}></script>')
 _IMPORT: Final = re.compile(r'((?:\bfrom|\bimport)\s*)"\./([\w.-]+)"')
 
 
-def report(pages: Mapping[str, bytes], answers: Mapping[str, bytes]) -> bytes:
-    """Return the page with the answers to its requests. `pages`: files of the page by name. `answers`: also by name."""
+def report(pages: Mapping[str, bytes], answers: Mapping[str, bytes], *, index: str = INDEX) -> bytes:
+    """Return the page with the answers to its requests. `pages`: files of the page by name. `answers`: also by name.
+    `index`: the file that is the page."""
     recorded = {name: msgspec.Raw(body) for name, body in answers.items()}
     data = _harmless(msgspec.json.encode(recorded).decode(errors="replace"))
     modules = [name for name in sorted(pages) if name.endswith(".js") and name != RECORDED]
     imports = {f"page/{name}": _module(pages[name].decode()) for name in modules}
     import_map = _harmless(msgspec.json.encode({"imports": imports}).decode())
-    page = pages[INDEX].decode()
+    page = pages[index].decode()
     page = _STYLE.sub(lambda found: f"<style>{pages[found[1]].decode()}</style>", page)
     page = _ICON.sub("", page)
     page = _MODULE.sub(lambda found: f'<script type="module">import "page/{found[1]}";</script>', page)

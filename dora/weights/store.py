@@ -253,11 +253,14 @@ class VersionStore:
             manifest = _read_manifest(path)
             if manifest is None:
                 continue
-            wrong = [name for name, checksum in manifest.files.items() if checksum_of(path / name) != checksum]
-            if wrong:
+            if wrong := _differing(path, manifest):
                 _delete(path)
-                found.append(str(path / wrong[0]))
+                found.append(wrong)
         return found
+
+    def differing(self, version: VersionId) -> str:
+        """Verify the checksums of `version`; return a damaged file, or ""."""
+        return _differing(*self._require(version))
 
     def stranded(self, versions: Iterable[VersionId]) -> list[VersionId]:
         """Return those of `versions` that only the live root holds, because the disk was full. Roots may be absent."""
@@ -285,6 +288,12 @@ class VersionStore:
         if (found := self._find(version)) is None:
             raise VersionLost(f"version {version} is complete neither in {self._memory} nor in {self._durable}")
         return found
+
+
+def _differing(folder: Path, manifest: Manifest) -> str:
+    """Return a file that does not match its checksum, or ""."""
+    wrong = (name for name, checksum in manifest.files.items() if checksum_of(folder / name) != checksum)
+    return next((str(folder / name) for name in wrong), "")
 
 
 def checksum_of_files(files: Mapping[str, str]) -> str:

@@ -165,7 +165,7 @@ def test_every_problem_has_a_line_of_its_own_and_its_own_origin(tmp_path: Path):
         ("run.seed=true", "got true, expected an integer"),
         ('run.seed="1"', 'got "1", expected an integer'),
         ("run.seed=1.5", "got 1.5, expected an integer"),
-        ("run.steps=0", "got 0, expected at least 1"),
+        ("run.steps=-1", "got -1, expected at least 0"),
         ("trainer.betas.0=1.5", "got 1.5, expected less than 1"),
         ("trainer.learning_rate=nan", "got NaN, expected a finite number"),
         ("model.path=7", "got 7, expected text"),

@@ -21,7 +21,7 @@ from dora.controller.published import Published
 from dora.controller.trajectories import Trajectories
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId
+from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId, VersionId
 from dora.engine.names import UNCONFIRMED, request_id
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.engine import SglangEngine
@@ -167,6 +167,15 @@ async def test_seeds_differ_between_siblings_and_are_the_same_in_every_process(i
     assert max(seeds) < 2**63
     assert sampling.seed_of(TrajectoryId(7), 3) == io.generate.sampling.seed_of(TrajectoryId(7), 3)
     assert sampling.seed_of(TrajectoryId(7), 3) != replace(sampling, seed=1).seed_of(TrajectoryId(7), 3)
+
+
+async def test_the_seed_of_a_held_out_answer_does_not_depend_on_the_version(io: Surroundings) -> None:
+    evaluations = Evaluations([EvalSet("held out", [prompt(0), prompt(1)], 3, 1.0)])
+    sampling = replace(io.generate.sampling, evaluations=evaluations)
+    seeds = [[sampling.seed_of(t, 0) for t in evaluations.ids(VersionId(version))] for version in (0, 5)]
+    assert seeds[0] == seeds[1]
+    assert len({*seeds[0]}) == 6
+    assert sampling.seed_of(TrajectoryId(-1), 0) != replace(sampling, seed=1).seed_of(TrajectoryId(-1), 0)
 
 
 @pytest.mark.parametrize("budget_used_up", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dora.controller.evaluations import EvalSet, Evaluations, pass_at_k
@@ -24,6 +26,25 @@ def test_ids_name_version_set_prompt_and_sample(evaluations: Evaluations) -> Non
             ("greedy", 0), ("greedy", 1), ("sampled", 0), ("sampled", 0), ("sampled", 0),
         ]  # fmt: skip
         assert [evaluations.set_index(t) for t in evaluations.ids(version)] == [0, 0, 1, 1, 1]
+
+
+def test_a_sample_has_the_same_key_under_every_version_and_beside_other_sets_and_samples(
+    evaluations: Evaluations,
+) -> None:
+    assert [evaluations.key(t) for t in evaluations.ids(0)] == [
+        "greedy 0 0", "greedy 1 0", "sampled 2 0", "sampled 2 1", "sampled 2 2",
+    ]  # fmt: skip
+    assert [evaluations.key(t) for t in evaluations.ids(7)] == [evaluations.key(t) for t in evaluations.ids(0)]
+    other = Evaluations([EvalSet("sampled", [prompt(1), prompt(2)], 2, 1.0)])
+    assert [other.key(t) for t in other.ids(0)] == ["sampled 1 0", "sampled 1 1", "sampled 2 0", "sampled 2 1"]
+
+
+def test_the_digest_of_a_set_depends_on_its_prompts_and_their_order() -> None:
+    one, other = prompt(0), replace(prompt(1), answer="04")
+    sets = [[one, other], [other, one], [one]]
+    digests = [EvalSet("a", prompts, 1, 0.0).digest for prompts in sets]
+    assert len({*digests}) == 3
+    assert EvalSet("b", sets[0], 4, 1.0).digest == digests[0], "scores with more samples can be paired"
 
 
 def test_ids_of_different_versions_never_meet(evaluations: Evaluations) -> None:

@@ -334,3 +334,40 @@ def test_every_version_that_was_to_be_evaluated_is_reported_or_overtaken(seed: i
     world = run("dora", seed=seed, steps=12, eval_prompt_tokens=(3,) * 12, eval_every=1, max_staleness=3)
     reported = [o.version for _, orders in world.journal for o in orders if isinstance(o, cmd.ReportEvaluation)]
     assert sorted([*reported, *world.state.evaluation.overtaken]) == list(range(13))
+
+
+# -- without steps ----------------------------------------------------------------------------------------------------
+
+
+def evaluating(**changes: object) -> Core:
+    """A run without steps, whose only instance has two slots."""
+    core = Core(steps=0, max_staleness=0, eval_prompt_tokens=SAMPLES, **changes)  # type: ignore[arg-type]
+    core.publish(0)
+    core.ready()
+    core.up(0, slots=2)
+    return core
+
+
+def test_without_steps_the_run_ends_with_its_only_evaluation_and_reads_no_prompt() -> None:
+    core = evaluating()
+    assert core.pushed(0, 0) == [generate(-1, on=0, version=0), generate(-2, on=0, version=0)]
+    for index in range(1, 5):
+        core.finished(-index)
+        orders = core.graded(-index, 1.0)
+    assert orders == [cmd.ReportEvaluation(0), cmd.FinishRun("the model is evaluated")]
+    assert not [o for _, found in core.journal for o in found if isinstance(o, cmd.FetchPrompts | cmd.AdmitGroup)]
+
+
+def test_without_steps_answers_that_do_not_come_end_the_run_unless_others_do() -> None:
+    core = evaluating(no_progress_s=100.0, watchdog_s=1e6)
+    core.pushed(0, 0)
+    core.now = 99.0
+    core.finished(-1)
+    core.graded(-1, 1.0)
+    core.now = 198.0
+    assert core.tell(ev.Ticked(core.now)) == []
+    core.now = 200.0
+    assert core.tell(ev.Ticked(core.now)) == [
+        cmd.FailRun("no progress for 101 s: 3 answers of the evaluation are not graded")
+    ]
+    assert core.state.stalled

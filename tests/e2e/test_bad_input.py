@@ -148,5 +148,6 @@ def test_a_status_address_where_nobody_listens_is_one_line(taken_port: int) -> N
 def test_ways_of_running_exclude_each_other(tmp_path: Path) -> None:
     refused(tmp_path, "--rollout-only", "--train-only", str(tmp_path), says="exclude each other; choose one")
     refused(tmp_path, "--train-only", str(tmp_path), says=r"no step-\*.rollout")
+    assert_one_clear_error(run_to_end("check", "--set", "run.steps=0"), code=2, says="run.steps: 0 steps train nothing")
     says = "--push, --drift, --nodes and --gpus exclude each other; choose one"
     assert_one_clear_error(run_to_end("check", "--drift", "--push"), code=2, says=says)

@@ -64,7 +64,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "sample-is-no-progress",
-            "        state.progress_at = state.now  # training may have waited for the sample (`updates`)\n",
+            "        state.progress_at = state.now  # training may wait for the sample (`updates`)\n",
             "        pass\n",
             "test_training_on_the_only_instance_waits_for_an_evaluation_sample_that_is_decoded",
         ),

@@ -288,6 +288,24 @@ def test_the_sentences_of_the_start(four: Snapshot):
     )
 
 
+def test_a_run_without_steps_counts_answers(four: Snapshot):
+    none = replace(trainer(""), ranks=0, ranks_ready=0)
+    row = EvaluationRow(version=0, graded=30, samples=120)
+    known = {"num_steps": 0, "steps_trained": 0, "steps": (), "trainer": none, "groups_admitted": 0, "scores": ()}
+    now = worded(four, **known, evaluation=row, progress=0.25, newest_version=0)
+    assert now.sentence.startswith("The model is being evaluated: 30 of 120 answers graded. Four servers generate")
+    lines = [line.text for line in frame(now, 80)]
+    assert any("25% of the answers graded" in line for line in lines)
+    assert not any("0 of 0" in line for line in lines)
+    begun = worded(four, **known, evaluation=None, newest_version=None, instances=())
+    assert begun.sentence == "Starting: 0 of 4 servers up, no trainer."
+    changes = {"phase": "finished", "reason": "the model is evaluated", "uptime_s": 8.0, "evaluation": None}
+    ended = worded(four, **{**known, "scores": (score(0, 0.25),)}, **changes)
+    assert ended.sentence == "Finished in 8 s: the model is evaluated. Held-out reward: 0.250."
+    stopped = worded(four, **known, **{**changes, "phase": "interrupted", "reason": "everything in flight is kept"})
+    assert stopped.sentence == "Interrupted after 8 s: everything in flight is kept."
+
+
 def test_after_a_resume_training_waits_for_its_ranks(four: Snapshot):
     assert sentence(replace(four, trainer=trainer("its ranks", ranks_ready=1))).endswith(
         "Training waits for its ranks: 1 of 2 are ready."

@@ -17,7 +17,7 @@ from dora.app.viewing import MAX_REPORT_BYTES, make_report
 from dora.journal.run_folder import RunFolder
 from dora.journal.spans import encode_line
 from dora.status.assets import assets
-from dora.status.report import report
+from dora.status.report import COMPARISON, report
 from tests.status.test_page_data import sample, timeline
 
 HOSTILE = "</script><script>alert(1)</script><!--<script>\u2028 & <img src=x onerror=alert(2)> ]]>"
@@ -120,9 +120,21 @@ async def test_a_report_of_any_run_is_bounded(recorded: RunFolder) -> None:
     assert found["timeline"]["rows"]
 
 
+def test_text_of_a_comparison_is_never_markup() -> None:
+    plain, hostile = (
+        report(assets(), {"info": b"{}", "comparison": json.dumps({"runs": [text]}).encode()}, index=COMPARISON)
+        for text in ("a run", HOSTILE)
+    )
+    assert parsed(hostile).tags == parsed(plain).tags
+    assert data_of(hostile)["comparison"]["runs"] == [HOSTILE]
+    assert b'import "page/compare.js"' in plain
+
+
 def test_a_report_answers_every_question_of_the_page() -> None:
     """What the page fetches is what a report has; `recorded.js` finds it by the last part of the address."""
-    scripts = "\n".join(text.decode() for name, text in assets().items() if name.endswith(".js"))
+    scripts = "\n".join(
+        text.decode() for name, text in assets().items() if name.endswith(".js") and name != "compare.js"
+    )
     asked = set(re.findall(r'"data/(\w+)"', scripts))
     found = data_of(report(assets(), dict.fromkeys(asked, b'{"live":true}')))
     assert {"status", "info", "groups", "steps", "timeline", "samples"} == asked == set(found)

@@ -9,7 +9,7 @@ import uPlot from "./uPlot.js";
 const HEIGHT = 150, MAX_CAUSES = 5, MAX_STALENESS = 12, MAX_POINTS = 512, RECENT = 5;
 
 /** One card: heading, latest value, and a chart once there are two points. */
-class Card {
+export class Card {
   constructor(title, note, { format = number, axis = "step", range = undefined, stacked = false } = {}) {
     Object.assign(this, { format, axis, range, stacked, chart: null, labels: "", data: null });
     this.value = element("p", { class: "value" }, "–");

@@ -27,7 +27,7 @@ function showHeader(s) {
   say("task", s.task);
   byId("progress").value = s.progress;
   const left = s.eta_s === null || ENDED.includes(s.phase) ? "" : `, about ${time(s.eta_s)} left`;
-  say("progress-text", `${count(s.steps_trained)} of ${count(s.num_steps)} steps trained · ${time(s.uptime_s)} elapsed${left}`);
+  say("progress-text", `${s.num_steps ? `${count(s.steps_trained)} of ${count(s.num_steps)} steps trained` : `${percent(s.progress)} of the answers graded`} · ${time(s.uptime_s)} elapsed${left}`);
   byId("down").replaceChildren(...s.down.map((text) => element("div", {}, text))); // no alert: the times change
   const raised = s.alarms.filter((a) => a.cleared === null).map(alarmText);
   if (changed("warnings", [s.problems, raised])) byId("warnings").replaceChildren(...[...raised, ...s.problems].map((text) => element("div", {}, text)));

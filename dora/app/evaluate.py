@@ -1,0 +1,86 @@
+"""What an evaluation is: the run of a configuration that trains nothing (`run.steps` = 0), on sets chosen from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from dora.app.export import stored_version
+from dora.config.schema import Config, EvalSetConfig
+from dora.core.ids import VersionId
+from dora.errors import ConfigError
+from dora.journal.run_folder import RunFolder
+
+#: Maximum number of answers whose text is kept, if the configuration does not keep more.
+MAX_KEPT: Final = 1_000
+
+
+def version_named(name: str) -> tuple[RunFolder, Path] | None:
+    """Return the run, and the folder of the version, that RUN or RUN@VERSION names; None if it does not name a run."""
+    run, _, version = name.rpartition("@")
+    if RunFolder(Path(name)).journal.is_file():
+        run, version = name, ""
+    elif not run or not RunFolder(Path(run)).journal.is_file():
+        return None
+    if version and not version.isdecimal():
+        raise ConfigError(f"--model {name}: {version!r} is not the number of a version; write it as RUN@VERSION")
+    folder = RunFolder.open(Path(run))
+    chosen, store = stored_version(folder, VersionId(int(version)) if version else None, option=f"--model {name}")
+    if damaged := store.differing(chosen):
+        raise ConfigError(f"--model {name}: {damaged[0]} does not match its checksum: version {chosen} is damaged")
+    return folder, store.folder(chosen)
+
+
+def evaluation_of(
+    config: Config, *, samples: int | None = None, prompts: int | None = None, of_task: bool = False
+) -> Config:
+    """Return a configuration without steps as that of an evaluation.
+
+    `samples`: answers per prompt. Greedy sets are then sampled at `rollout.temperature`, as their answers would all be
+    equal. `prompts`: largest number per set. `of_task`: score the task's sources instead of the held-out sets.
+    """
+    sets = config.eval.sets if config.eval.sets and not of_task else _sets_of_task(config)
+    chosen = [_adapted(one, samples=samples, prompts=prompts, temperature=config.rollout.temperature) for one in sets]
+    num_answers = sum(one.prompts * one.samples for one in chosen)
+    kept = max(config.log.trajectories_per_step, min(num_answers, MAX_KEPT))
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"name": f"{config.run.name.removesuffix('-eval')}-eval"}),
+            "eval": config.eval.model_copy(update={"sets": tuple(chosen)}),
+            "log": config.log.model_copy(update={"trajectories_per_step": kept}),
+        }
+    )
+
+
+def _sets_of_task(config: Config) -> list[EvalSetConfig]:
+    """Return a set for each source of the task, sampled as in training."""
+    names: dict[str, None] = {}
+    for index, source in enumerate(config.task.sources):
+        name = source.label or source.name or (source.path.name if source.path is not None else source.kind)
+        names[name if name not in names else f"{name}-{index}"] = None
+    return [
+        EvalSetConfig(name=name, source=source, temperature=config.rollout.temperature)
+        for name, source in zip(names, config.task.sources, strict=True)
+    ]
+
+
+def _adapted(one: EvalSetConfig, *, samples: int | None, prompts: int | None, temperature: float) -> EvalSetConfig:
+    number = one.samples if samples is None else samples
+    update = {
+        "samples": number,
+        "prompts": one.prompts if prompts is None else prompts,
+        "temperature": one.temperature or (temperature if samples is not None and samples > 1 else 0.0),
+    }
+    return one.model_copy(update=update)
+
+
+def overrides_of(*, model: str | Path | None, urls: Sequence[str]) -> list[str]:
+    """Return the settings, as `key=value`, that every evaluation has, and those that these options stand for."""
+    found = ["status.port=0", "engine.instances=0", "nodes.expected=0"] if urls else ["status.port=0"]
+    if urls:
+        found.append(f"engine.urls={json.dumps(list(urls))}")
+    if model is not None:
+        found.append(f"model.path={json.dumps(str(model))}")
+    return found

@@ -1,0 +1,65 @@
+"""`dora eval`: scores a model without training it, in a run that evaluates one version and ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import uvloop
+
+from dora.app.evaluate import evaluation_of, overrides_of, version_named
+from dora.app.held_out import write_results
+from dora.app.job import run_job
+from dora.app.trust import executed, require_trust
+from dora.cli.output import say
+from dora.cli.run import config_to_resume, end
+from dora.cli.scores import summary
+from dora.cli.terminal import Terminal
+from dora.config.load import load
+from dora.config.schema import Config
+from dora.errors import ConfigError, RunEnded
+from dora.journal.run_folder import RunFolder
+from dora.node.lease import hold
+
+
+def evaluate(
+    config_path: Path | None,
+    overrides: Sequence[str],
+    *,
+    model: str | None,
+    urls: Sequence[str],
+    samples: int | None,
+    prompts: int | None,
+    of_task: bool,
+    trust_folder: bool,
+) -> None:
+    named = version_named(model) if model is not None else None
+    settings = overrides_of(model=named[1] if named is not None else model, urls=urls)
+    run = named[0] if named is not None and config_path is None else None
+    path = run.config if run is not None else config_path
+    config = load(path, [*settings, *overrides, "run.steps=0"], environ=os.environ)
+    if run is not None and not trust_folder:
+        require_trust(run, config, named=executed(config), to="an evaluation")
+    config = evaluation_of(config, samples=samples, prompts=prompts, of_task=of_task)
+    end(uvloop.run(run_job(config, Terminal())))
+
+
+def resume(folder: Path, overrides: Sequence[str], *, trust_folder: bool) -> None:
+    """Continue an evaluation; show its results if it has ended."""
+    run = RunFolder.open(folder)
+    with ExitStack() as held:
+        held.enter_context(hold(run.lock))
+        config = _config_of(run, overrides)
+        try:
+            end(uvloop.run(run_job(config, Terminal(), earlier=run, trust_folder=trust_folder)))
+        except RunEnded:
+            say(*summary(write_results(run), run))
+
+
+def _config_of(run: RunFolder, overrides: Sequence[str]) -> Config:
+    config = config_to_resume(run, overrides)
+    if config.run.steps:
+        raise ConfigError(f"--resume: {run.root} is a run that trains; continue it with dora run --resume {run.root}")
+    return config
