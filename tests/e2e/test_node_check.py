@@ -7,7 +7,11 @@ import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.runs import command, environment, settings
+
+pytestmark = pytest.mark.deep
 
 NODES = {"nodes__expected": 2, "nodes__servers": 2, "nodes__address": "tcp://127.0.0.1:0", "rollout__max_staleness": 1}
 

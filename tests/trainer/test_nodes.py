@@ -126,6 +126,7 @@ def waves(step: int) -> list[list[list[Answer]]]:
     return [[answers[: len(answers) // 2], answers[len(answers) // 2 :]]]
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(600)
 async def test_a_node_without_its_disk_resumes_bit_for_bit_from_the_files_that_were_reported(
     tmp_path: Path, model_path: Path
