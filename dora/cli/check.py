@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import uvloop
 
 from dora.app.check import check as check_config
@@ -18,10 +19,23 @@ from dora.app.gpu_plan import check_plan as plan
 from dora.app.node_check import check_nodes as wait_for_nodes
 from dora.cli.output import say
 from dora.config.load import load
+from dora.errors import ConfigError
 
 
-def check(config_path: Path | None, overrides: Sequence[str], *, push: bool = False) -> None:
-    uvloop.run(check_config(load(config_path, overrides, environ=os.environ), _print, push=push))
+def check(config_path: Path | None, overrides: Sequence[str], *, push: bool = False, json: Path | None = None) -> None:
+    """`json`: a file for the findings."""
+    found: list[dict[str, str]] = []
+
+    def report(topic: str, text: str) -> None:
+        _print(topic, text)
+        found.append({"topic": topic, "text": text})
+
+    uvloop.run(check_config(load(config_path, overrides, environ=os.environ), report, push=push))
+    if json is not None:
+        try:
+            json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+        except OSError as err:
+            raise ConfigError(f"--json {json}: cannot be written: {err.strerror}") from err
     say("all checks passed; nothing was changed")
 
 
