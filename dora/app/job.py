@@ -110,7 +110,7 @@ async def run_job(
     trust_folder: bool = False,
     pacing: Pacing | None = None,
 ) -> Outcome:
-    """Run a job to its end. `earlier`: the folder of the run to resume. `reserved`: the folder of the new run. The caller
+    """Run a job to its end. `earlier`: the folder of the run to resume. `reserved`: the folder of a new run. The caller
     holds their lock. `trust_folder`: execute what the earlier folder names even if this user has not signed its
     configuration."""
     require_group(config.run.group)

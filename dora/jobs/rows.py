@@ -30,7 +30,7 @@ class Rows(list[dict[str, Any]]):
             values = [row.get(name) for row in self]
             try:
                 return pa.array(values)
-            except (pa.ArrowException, TypeError, OverflowError):
+            except (pa.ArrowException, TypeError, ValueError, OverflowError):
                 return pa.array([None if value is None else json.dumps(value) for value in values])
 
         return pa.table({name: column(name) for name in dict.fromkeys(name for row in self for name in row)})

@@ -45,10 +45,11 @@ def configuration(source: Source, settings: Mapping[str, Any]) -> Config:
 
 
 def as_overrides(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield `a.b=value`, as for --set, for each value of nested tables. In a name, `__` is a dot: run__steps is
-    run.steps."""
-    for name, value in _leaves(plain(settings, key="")):
-        yield f"{name.replace('__', '.')}={as_toml(value)}"
+    """Yield `a.b=value`, as for --set, for each value of nested tables. In the name of an argument, `__` is a dot:
+    run__steps is run.steps."""
+    named = {name.replace("__", "."): value for name, value in settings.items()}
+    for name, value in _leaves(plain(named, key="")):
+        yield f"{name}={as_toml(value)}"
 
 
 def _leaves(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
