@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import os
+import stat
 import sys
 from collections.abc import Iterable
 from typing import TextIO
 
 from dora.errors import one_line
+from dora.log import LossyFile
 
 
 def say(*lines: str) -> None:
@@ -23,6 +27,19 @@ def show_progress(text: str) -> None:
     """Replace the text in the last line of a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r{one_line(text)}\x1b[K")
+
+
+def tolerate_full_disk() -> None:
+    """From here on, drop what is printed into a file while its disk is full: it must not end the run it is about."""
+    sys.stdout, sys.stderr = _tolerant(sys.stdout), _tolerant(sys.stderr)
+
+
+def _tolerant(stream: TextIO) -> TextIO:
+    if not isinstance(stream, io.TextIOWrapper) or not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        return stream
+    stream.flush()
+    file = LossyFile(stream.fileno(), "a", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(file), stream.encoding, stream.errors, line_buffering=True)
 
 
 def _write(stream: TextIO, lines: Iterable[str]) -> None:

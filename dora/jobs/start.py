@@ -24,6 +24,8 @@ from dora.status.lines import tail
 #: How the line of a start and the lines of an error begin in the output.
 _PROMPT: Final = "$ "
 _ERROR: Final = "dora: "
+#: With these a notebook kernel tells its children to treat any output as a terminal; a file would get the live view.
+_OF_TERMINALS: Final = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 #: The end of the output that is searched for errors.
 TAIL_BYTES: Final = 1 << 16
 
@@ -35,7 +37,7 @@ def start(arguments: Sequence[str], *, output: Path) -> int:
         pid = os.posix_spawn(
             sys.executable,
             [sys.executable, "-m", "dora", *arguments],
-            os.environ,
+            {name: value for name, value in os.environ.items() if name not in _OF_TERMINALS},
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_DUP2, log.fileno(), 1),

@@ -31,7 +31,7 @@ job = {
     "run": {"steps": 100_000, "folder": "runs"},
     "rollout": {"groups_per_step": 4, "group_size": 4, "max_staleness": 0, "filter_zero_variance": False},
     "engine": {"instances": 1},
-    "trainer": {"ranks": 1, "checkpoint_every": 100_000},
+    "trainer": {"ranks": 1, "checkpoint_every": 100_000, "start_timeout_s": 600},
     "eval": {"sets": []},
 }
 """
@@ -94,10 +94,9 @@ def _shown(outputs: Sequence[Any]) -> str:
 class Story:
     """What was seen."""
 
-    started_in_s: float = 0.0
     folders: list[Path] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)  #: trained by each run while both went on
-    ports: set[str] = field(default_factory=set)
+    printed: list[str] = field(default_factory=list)
     error_elsewhere: str = ""
     after_interrupt: list[bool] = field(default_factory=list)
     after_restart: list[bool] = field(default_factory=list)
@@ -123,6 +122,12 @@ async def until(holds: Callable[[], bool], *, what: str) -> None:
         await asyncio.sleep(0.2)
 
 
+def has_trained(run: dora.Run) -> bool:
+    now = run.status()
+    assert now["phase"] in ("starting", "running"), now["sentence"]
+    return now.get("steps_trained", 0) >= 2
+
+
 def tree(run: dora.Run) -> list[psutil.Process]:
     process = psutil.Process(run.pid)
     return [process, *process.children(recursive=True)]
@@ -139,17 +144,14 @@ async def play(folder: Path) -> Story:
     processes: list[psutil.Process] = []
     try:
         await notebook.execute(FIRST_CELL)
-        began = time.monotonic()
         names = await notebook.execute("a = dora.run(job)\nb = dora.run(job)\nprint(a.folder)\nprint(b.folder)")
-        seen.started_in_s = time.monotonic() - began
         seen.folders = [Path(name) for name in names.split()]
         runs = [dora.attach(name) for name in seen.folders]
         for run in runs:
-            await until(lambda run=run: run.status().get("steps_trained", 0) >= 2, what=f"steps of {run.folder}")
+            await until(lambda run=run: has_trained(run), what=f"steps of {run.folder}")
         processes = [process for run in runs for process in tree(run)]
+        seen.printed = [(name / "output.log").read_text() for name in seen.folders]
         seen.steps = [run.status()["steps_trained"] for run in runs]
-        seen.ports = {re.search(r"^status +(\S+)", (f / "output.log").read_text(), re.MULTILINE)[1]
-                      for f in seen.folders}  # fmt: skip
 
         seen.error_elsewhere = await notebook.interrupt("import time\ntime.sleep(600)")
         seen.after_interrupt = [run.is_running for run in runs]
@@ -198,7 +200,14 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 def test_two_runs_of_one_notebook_go_on_at_the_same_time(story: Story) -> None:
     assert min(story.steps) >= 2
-    assert len(story.ports) == 2
+    assert (
+        len({address for text in story.printed for address in re.findall(r"^status +(\S+)", text, re.MULTILINE)}) == 2
+    )
+
+
+def test_a_run_prints_plain_lines_although_the_kernel_asks_for_colors(story: Story) -> None:
+    assert all(re.search(r"^step 2/100000  reward ", text, re.MULTILINE) for text in story.printed)
+    assert not any("\x1b" in text for text in story.printed)
 
 
 def test_an_interrupt_of_another_cell_does_not_reach_the_runs(story: Story) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -319,3 +320,52 @@ def test_an_invalid_configuration_is_refused_before_a_folder_exists(tmp_path: Pa
     with pytest.raises(dora.ConfigError, match=r"run\.stepz"):
         dora.run(run={"folder": tmp_path, "stepz": 3})
     assert [*tmp_path.iterdir()] == []
+
+
+# -- a full disk ------------------------------------------------------------------------------------------------------
+
+#: Prints into a file on a disk that is full after the first line, and again when there is space.
+PRINTS = """
+import sys
+from pathlib import Path
+from dora.cli.output import say, tell, tolerate_full_disk
+folder = Path(sys.argv[1])
+opened = sys.stdout = sys.stderr = (folder / "output.log").open("a")
+tolerate_full_disk()
+say("first")
+filler = (folder / "filler").open("wb", buffering=0)
+try:
+    while filler.write(bytes(4096)): pass
+except OSError:
+    pass
+for number in range(1000):
+    say(f"lost {number}")
+    tell("lost too")
+(folder / "filler").unlink()
+filler.close()
+say("last")
+sys.__stdout__.write((folder / "output.log").read_text())
+"""
+
+
+def test_what_a_run_prints_on_a_full_disk_is_dropped_and_does_not_end_it(tmp_path: Path) -> None:
+    mounted = [
+        "unshare",
+        "--mount",
+        "--map-root-user",
+        "sh",
+        "-c",
+        'mount -t tmpfs -o size=64k tmpfs "$0" && exec "$@"',
+    ]
+    if shutil.which("unshare") is None or subprocess.run([*mounted, str(tmp_path), "true"], check=False).returncode:
+        pytest.skip("this machine lets nobody mount a file system of their own")
+    said = subprocess.run(
+        [*mounted, str(tmp_path), sys.executable, "-c", PRINTS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    lines = said.stdout.splitlines()
+    assert (lines[0], lines[-1]) == ("first", "last")
+    assert "lost 999" not in lines
