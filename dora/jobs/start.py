@@ -60,16 +60,20 @@ def _wait(pid: int) -> None:
 
 
 def call(arguments: Sequence[str]) -> None:
-    """Run a command to its end; ConfigError or RunFailed with what it says if it fails. At KeyboardInterrupt it is
-    stopped."""
+    """Run a command to its end; ConfigError or RunFailed with what it says if it fails. KeyboardInterrupt stops it, and
+    a second one ends it at once."""
     with tempfile.TemporaryDirectory(prefix="dora-") as folder:
         output = Path(folder) / "output.log"
         pid = start(arguments, output=output)
         try:
             _, status = os.waitpid(pid, 0)
         except BaseException:
-            os.kill(pid, signal.SIGINT)
-            os.waitpid(pid, 0)
+            os.killpg(pid, signal.SIGINT)  # its workers too, as Ctrl-C in a terminal does
+            try:
+                os.waitpid(pid, 0)
+            except KeyboardInterrupt:
+                os.killpg(pid, signal.SIGKILL)
+                raise
             raise
         if (code := os.waitstatus_to_exitcode(status)) != 0:
             reasons = last_words(output) or [f"dora {arguments[0]} ended with exit code {code}"]
