@@ -16,10 +16,9 @@ from dora import foreign
 from dora.config.load import dump
 from dora.errors import ConfigError
 from dora.jobs.rows import Rows
-from dora.jobs.run import Run, start_run
+from dora.jobs.run import Run, reserve, start_run
 from dora.jobs.settings import Source, as_overrides, configuration, plain
 from dora.jobs.start import call
-from dora.journal.run_folder import RunFolder
 
 #: Largest file of results.
 _MAX_RESULTS_BYTES: Final = 256 << 20
@@ -88,9 +87,7 @@ def evaluate(
 
     `model`: a folder, a hub id, or a run, whose newest version is scored.
     """
-    made = configuration(config, settings)
-    folder = RunFolder(RunFolder.reserve(made.run.folder, name=made.run.name).root.resolve())
-    folder.config.write_text(dump(made), encoding="utf-8")
+    folder = reserve(configuration(config, settings))
     options = [part for url in urls for part in ("--url", url)]
     options += ["--samples", str(samples)] if samples is not None else []
     if model is not None:

@@ -6,6 +6,7 @@ Invariant: nothing is in memory that would be missing after a restart of the ker
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections import deque
 from collections.abc import Coroutine
@@ -20,6 +21,7 @@ import psutil
 
 from dora.app.saved_status import WITHOUT_NOTICE, ended_without_notice, read_status
 from dora.config.load import dump
+from dora.config.schema import Config
 from dora.errors import ConfigError, DoraError, RunFailed
 from dora.files import MAX_ROW_BYTES, MAX_TRAJECTORY_BYTES
 from dora.jobs.html import picture
@@ -75,11 +77,11 @@ class Run:
         This waits for the trainer's checkpoint; KeyboardInterrupt meanwhile ends the run at once.
         """
         if (process := self._process()) is not None:
-            _interrupt(process)
+            _signal(process)
             try:
                 process.wait()
             except KeyboardInterrupt:
-                _interrupt(process)
+                _signal(process)
                 raise
         return self.status()
 
@@ -158,7 +160,7 @@ def _before_status(folder: RunFolder, *, is_running: bool) -> dict[str, Any]:
     return {"run_id": folder.run_id, "phase": phase, "sentence": sentence, "reason": reason}
 
 
-def _interrupt(process: psutil.Process) -> None:
+def _signal(process: psutil.Process) -> None:
     with suppress(psutil.NoSuchProcess):  # it has just ended
         process.send_signal(signal.SIGINT)
 
@@ -178,9 +180,7 @@ def run(config: Source = None, /, **settings: Any) -> Run:
     `config`: a configuration file, or its tables; None is the CPU example. Each setting is a --set: `run__steps=8`, or
     `run={"steps": 8}`. ConfigError if the configuration is invalid.
     """
-    made = configuration(config, settings)
-    folder = RunFolder(RunFolder.reserve(made.run.folder, name=made.run.name).root.resolve())
-    folder.config.write_text(dump(made), encoding="utf-8")
+    folder = reserve(configuration(config, settings))
     return start_run(folder, ["run", str(folder.config), "--into", str(folder.root)])
 
 
@@ -190,6 +190,16 @@ def resume(folder: str | Path | Run, /, **settings: Any) -> Run:
     overrides = ["status.port=0", *as_overrides(settings)]
     sets = [argument for override in overrides for argument in ("--set", override)]
     return start_run(earlier, ["run", "--resume", str(earlier.root), *sets])
+
+
+def reserve(config: Config) -> RunFolder:
+    """Create the folder for a new run, with its configuration."""
+    folder = RunFolder(RunFolder.reserve(config.run.folder, name=config.run.name).root.resolve())
+    try:
+        folder.config.write_text(dump(config), encoding="utf-8")
+    except OSError as err:
+        raise ConfigError(f"run.folder: cannot write {folder.config}: {err.strerror}") from err
+    return folder
 
 
 def start_run(folder: RunFolder, arguments: list[str]) -> Run:
@@ -206,6 +216,8 @@ def attach(folder: str | Path, /) -> Run:
     path = _path(folder)
     if not path.is_dir():
         raise ConfigError(f"{path}: no such run folder")
+    if path.stat().st_uid != os.geteuid():
+        raise ConfigError(f"{path}: belongs to another user; dora.load reads a run folder")
     holder = read_holder(RunFolder(path).lock)
     if holder is None:
         raise ConfigError(f"{path}: does not say which process it belongs to; dora.load reads a run folder")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -242,6 +243,13 @@ def test_a_run_of_another_host_is_not_taken_for_a_process_of_this_one(folder: Ru
         dora.attach(folder.root)
 
 
+def test_a_run_of_another_user_is_not_attached(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    note_holder(folder.lock, Holder.of(os.getpid()))
+    monkeypatch.setattr(os, "geteuid", lambda: folder.root.stat().st_uid + 1)
+    with pytest.raises(dora.ConfigError, match="belongs to another user"):
+        dora.attach(folder.root)
+
+
 def test_a_lock_cannot_have_a_process_signaled_that_has_nothing_to_do_with_the_run(folder: RunFolder) -> None:
     """A folder may come from others, who know processes of this user on a shared machine."""
     with holder_of(folder, opens=folder.config) as stranger:
@@ -314,6 +322,16 @@ def test_the_last_words_are_the_errors_at_the_end_of_the_last_start(tmp_path: Pa
     assert last_words(output) == [f"KeyError: 'x' (a bug: see {output})"]
     output.write_text("$ dora run\ndora: old\n$ dora run\nrun folder x\n")
     assert last_words(output) == []
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_error_and_nothing_starts(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(dora.ConfigError, match=r"^run\.folder: cannot write .*config\.toml: File too large$"):
+            dora.run(run__folder=tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_an_invalid_configuration_is_refused_before_a_folder_exists(tmp_path: Path) -> None:
