@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from dora.cli.instance_commands import instances
-from dora.cli.output import say, tell
+from dora.cli.output import say, tell, tolerate_full_disk
 from dora.cli.processes import Seed, TimeScale, WorkloadPath, processes
 from dora.errors import ConfigError, DoraError, InvariantViolation
 
@@ -122,6 +122,7 @@ def run(
     ] = None,
 ) -> None:
     """Train a policy. Without a configuration file: the small arithmetic example, on this machine's CPU."""
+    tolerate_full_disk()
     _say_preparing()
     from dora.cli.run import run as command
 

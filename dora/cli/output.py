@@ -35,7 +35,11 @@ def tolerate_full_disk() -> None:
 
 
 def _tolerant(stream: TextIO) -> TextIO:
-    if not isinstance(stream, io.TextIOWrapper) or not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+    try:
+        is_file = isinstance(stream, io.TextIOWrapper) and stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except io.UnsupportedOperation:  # a stream without a descriptor
+        is_file = False
+    if not is_file:
         return stream
     stream.flush()
     file = LossyFile(stream.fileno(), "a", closefd=False)

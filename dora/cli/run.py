@@ -9,7 +9,7 @@ from pathlib import Path
 
 import uvloop
 
-from dora.cli.output import say, tolerate_full_disk
+from dora.cli.output import say
 from dora.config.load import load
 from dora.config.recorded import unknown_keys
 from dora.config.schema import Config
@@ -39,7 +39,6 @@ def run(
     train_only: Path | None,
     into: Path | None,
 ) -> None:
-    tolerate_full_disk()
     for option, is_given in (("--accept-changes", accept_changes), ("--trust-folder", trust_folder)):
         if is_given and resume is None and not or_continue:
             raise ConfigError(f"{option}: is only valid with --resume or --continue")

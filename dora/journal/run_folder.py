@@ -137,18 +137,18 @@ class RunFolder:
     @classmethod
     def reserved(cls, path: Path) -> RunFolder:
         """Return a folder made by `reserve`; ConfigError if a run has begun in it, or if it has files of others."""
-        folder = cls(path)
+        found = cls(path)
         try:
             foreign.require_folder(path, owners={os.geteuid()})
-            found = {entry.name for entry in path.iterdir()}
+            names = {entry.name for entry in path.iterdir()}
         except OSError as err:
             raise ConfigError(f"{path}: is not a reserved run folder ({err.strerror})") from err
         if not _RUN_ID.fullmatch(path.name):
             raise ConfigError(f"{path}: is not a reserved run folder: its name is not the id of a run")
-        if others := found - {folder.config.name, folder.output.name, folder.lock.name}:
+        if others := names - {found.config.name, found.output.name, found.lock.name}:
             raise ConfigError(f"{path}: is not a reserved run folder: it has a {min(others)}")
-        folder._require_own_kinds()
-        return folder
+        found._require_own_kinds()
+        return found
 
     def fill(self, *, group: str | None) -> None:
         """Create the folders of a reserved run folder, and let `group` read it."""
