@@ -17,6 +17,8 @@ from typer.main import get_command
 import dora
 from dora.cli.app import app
 
+pytestmark = pytest.mark.deep
+
 SMALL = {
     "rollout": {"groups_per_step": 4, "group_size": 4, "max_staleness": 0},
     "engine": {"instances": 1},
@@ -41,7 +43,6 @@ def test_simulate_takes_a_workload_as_tables_and_refuses_as_the_command_does(tmp
         dora.simulate(run=tmp_path / "gone")
 
 
-@pytest.mark.deep
 def test_check_returns_its_findings_and_makes_no_folder(tmp_path: Path) -> None:
     findings = dora.check(SMALL, run={"folder": tmp_path / "runs"})
     assert {"inputs", "rewards", "checkpoint"} <= {row["topic"] for row in findings}
@@ -51,7 +52,6 @@ def test_check_returns_its_findings_and_makes_no_folder(tmp_path: Path) -> None:
         dora.check(SMALL, model__path=str(tmp_path / "gone"), run__folder=tmp_path)
 
 
-@pytest.mark.deep
 def test_an_interrupt_stops_the_command_and_its_processes() -> None:
     script = subprocess.Popen([sys.executable, "-c", SIMULATES], stderr=subprocess.PIPE, text=True)
     with script:
@@ -67,7 +67,6 @@ def test_an_interrupt_stops_the_command_and_its_processes() -> None:
     assert [process for process in started if process.is_running()] == []
 
 
-@pytest.mark.deep
 @pytest.mark.skipif("eval" not in get_command(app).commands, reason="this version has no `dora eval`")  # type: ignore[attr-defined]
 def test_evaluate_returns_the_results_and_their_folder(tmp_path: Path) -> None:
     results = dora.evaluate(SMALL, model="seed", run__folder=tmp_path)
