@@ -29,6 +29,8 @@ def load_function(spec: str, *, field: str) -> Callable[..., Any]:
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
         raise ConfigError(f"{field}: expected module:function, got '{spec}'")
+    if module_name == "__main__":
+        raise ConfigError(f"{field}: {in_main(name)}")
     if os.getcwd() not in sys.path:  # console scripts do not search the working directory
         sys.path.append(os.getcwd())
     try:
@@ -43,6 +45,15 @@ def load_function(spec: str, *, field: str) -> Callable[..., Any]:
     except ValueError as err:  # most functions written in C have no signature
         raise ConfigError(f"{field}: the arguments of {spec} are unknown; call it in a function of yours") from err
     return function  # type: ignore[no-any-return]
+
+
+def in_main(name: str) -> str:
+    """Say how to move a function out of a notebook or a script."""
+    return (
+        f"'{name}' is defined in a notebook or the script itself (__main__), where other processes cannot import it; "
+        "move it to a file of its own (in a notebook: a cell that begins with %%writefile functions.py) and give "
+        f"'functions.py:{name}'"
+    )
 
 
 def _import(name: str) -> ModuleType:

@@ -62,10 +62,10 @@ def show_warnings() -> None:
 
 
 def _open(path: Path) -> io.TextIOWrapper:
-    return io.TextIOWrapper(io.BufferedWriter(_LossyFile(path, "a")), encoding="utf-8", line_buffering=True)
+    return io.TextIOWrapper(io.BufferedWriter(LossyFile(path, "a")), encoding="utf-8", line_buffering=True)
 
 
-class _LossyFile(io.FileIO):
+class LossyFile(io.FileIO):
     """A file that drops what is written while the disk is full: a log must not end the run that it describes."""
 
     def write(self, data: ReadableBuffer, /) -> int:

@@ -57,7 +57,7 @@ from dora.journal.replay import add_excerpt
 from dora.journal.run_folder import RunFolder
 from dora.log import configure_logging
 from dora.node.cuda import require_cuda
-from dora.node.lease import hold
+from dora.node.holder import hold_run
 from dora.node.limits import allow_open_files
 from dora.node.ports import require_free_ports
 from dora.node.supervise import Node
@@ -110,13 +110,15 @@ async def run_job(
     frontend: Frontend,
     *,
     earlier: RunFolder | None = None,
+    reserved: RunFolder | None = None,
     rollout_only: bool = False,
     accept_changes: bool = False,
     trust_folder: bool = False,
     pacing: Pacing | None = None,
 ) -> Outcome:
-    """Run a job to its end. `earlier`: the folder of the run to resume; the caller holds its lock. `trust_folder`:
-    execute what that folder names even if this user has not signed its configuration."""
+    """Run a job to its end. `earlier`: the folder of the run to resume. `reserved`: the folder of a new run. The caller
+    holds their lock. `trust_folder`: execute what the earlier folder names even if this user has not signed its
+    configuration."""
     require_group(config.run.group)
     require_token(config)
     set_umask(config.run.group)
@@ -138,9 +140,9 @@ async def run_job(
         streams = allow_open_files(config.num_instances * (config.engine.slots or 1))
         graders = await enter_graders(stack, config, inputs)
         engine = await _enter_engine(stack, config, inputs, streams=streams)
-        folder = earlier or new_folder(config)
-        if earlier is None:
-            stack.enter_context(hold(folder.lock))  # a resume already holds the lock
+        folder = earlier or new_folder(config, reserved)
+        if earlier is None and reserved is None:
+            stack.enter_context(hold_run(folder.lock))
         return await _Run(job, folder, stack, frontend, streams=streams).drive(engine, graders, episodes)
 
 

@@ -92,8 +92,9 @@ def _require_samples(inputs: Inputs) -> None:
         raise ConfigError("eval.sets: there is no prompt to evaluate the model on; add a set, or raise run.steps")
 
 
-def new_folder(config: Config) -> RunFolder:
-    """Create a run folder and write the configuration into it, signed."""
-    folder = RunFolder.create(config.run.folder, name=config.run.name, group=config.run.group)
+def new_folder(config: Config, reserved: RunFolder | None = None) -> RunFolder:
+    """Create a run folder, or fill the reserved one, and write the configuration into it, signed."""
+    folder = reserved or RunFolder.reserve(config.run.folder, name=config.run.name)
+    folder.fill(group=config.run.group)
     write_config(folder, config, run_id=folder.run_id)
     return folder

@@ -29,6 +29,8 @@ SAVE_EVERY_S: Final = 5.0
 #: If the file of a running run is older than this, the run has ended without notice. The clocks of hosts that share the
 #: folder may differ by less than this.
 FRESH_S: Final = 60.0
+#: Why such a run ended, as far as its folder says.
+WITHOUT_NOTICE: Final = "the controller ended without notice"
 _ANSWER_S: Final = 3.0
 
 
@@ -85,13 +87,18 @@ async def read_status(folder: Path) -> Snapshot:
     if saved.snapshot.phase in ENDED:
         return saved.snapshot
     if abs(time.time() - saved.at) > FRESH_S:
-        ended = replace(saved.snapshot, phase="interrupted", reason="the controller ended without notice")
-        return replace(ended, sentence=sentence(ended))
+        return ended_without_notice(saved.snapshot)
     with suppress(DoraError):
         live = await fetch(saved.url, timeout_s=_ANSWER_S)
         if live.run_id == saved.snapshot.run_id:
             return live
     return saved.snapshot
+
+
+def ended_without_notice(last: Snapshot) -> Snapshot:
+    """Return the status of a run whose process is gone, although its last status says that it goes on."""
+    ended = replace(last, phase="interrupted", reason=WITHOUT_NOTICE)
+    return replace(ended, sentence=sentence(ended))
 
 
 def _write(path: Path, data: bytes) -> None:

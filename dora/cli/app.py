@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from dora.cli.instance_commands import instances
-from dora.cli.output import say, tell
+from dora.cli.output import say, tell, tolerate_full_disk
 from dora.cli.processes import Seed, TimeScale, WorkloadPath, processes
 from dora.errors import ConfigError, DoraError, InvariantViolation
 
@@ -117,8 +117,12 @@ def run(
         Path | None,
         typer.Option(metavar="ROLLOUT", help="Train on the answers written by --rollout-only, without servers."),
     ] = None,
+    into: Annotated[
+        Path | None, typer.Option(hidden=True, metavar="DIR", help="Use the run folder that dora.run has reserved.")
+    ] = None,
 ) -> None:
     """Train a policy. Without a configuration file: the small arithmetic example, on this machine's CPU."""
+    tolerate_full_disk()
     _say_preparing()
     from dora.cli.run import run as command
 
@@ -131,6 +135,7 @@ def run(
         trust_folder=trust_folder,
         rollout_only=rollout_only,
         train_only=train_only,
+        into=into,
     )
 
 
@@ -225,6 +230,7 @@ def check(
             help="Instead, plan for GPUs that are not here, such as 8x80GB: memory, split and step time.",
         ),
     ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the findings to this file.")] = None,
 ) -> None:
     """Validate a configuration, contact its servers, print the plan.
 
@@ -235,6 +241,8 @@ def check(
 
     if sum((push, drift, nodes, gpus is not None)) > 1:
         raise ConfigError("--push, --drift, --nodes and --gpus exclude each other; choose one")
+    if json is not None and (nodes or drift or gpus is not None):
+        raise ConfigError("--json: is not valid with --drift, --nodes and --gpus")
     if nodes:
         check_nodes(config, overrides or [])
     elif gpus is not None:
@@ -242,7 +250,7 @@ def check(
     elif drift:
         check_drift(config, overrides or [])
     else:
-        command(config, overrides or [], push=push)
+        command(config, overrides or [], push=push, json=json)
 
 
 @app.command()

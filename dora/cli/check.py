@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import uvloop
 
 from dora.app.check import check as check_config
@@ -20,13 +21,25 @@ from dora.cli.output import say
 from dora.cli.run import require_steps
 from dora.config.load import load
 from dora.config.schema import Config
+from dora.errors import ConfigError
 
 
-def check(config_path: Path | None, overrides: Sequence[str], *, push: bool = False) -> None:
-    if uvloop.run(check_config(_load(config_path, overrides), _print, push=push)):
-        say("all checks passed; nothing was changed")
-    else:
-        say("what can be checked before the download is right; nothing was changed")
+def check(config_path: Path | None, overrides: Sequence[str], *, push: bool = False, json: Path | None = None) -> None:
+    """`json`: a file for the findings."""
+    found: list[dict[str, str]] = []
+
+    def report(topic: str, text: str) -> None:
+        _print(topic, text)
+        found.append({"topic": topic, "text": text})
+
+    is_all_here = uvloop.run(check_config(_load(config_path, overrides), report, push=push))
+    if json is not None:
+        try:
+            json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+        except OSError as err:
+            raise ConfigError(f"--json {json}: cannot be written: {err.strerror}") from err
+    checked = "all checks passed" if is_all_here else "what can be checked before the download is right"
+    say(f"{checked}; nothing was changed")
 
 
 def check_plan(config_path: Path | None, overrides: Sequence[str], *, gpus: str) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import os
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TextIO
 
 from dora.errors import one_line
+from dora.log import LossyFile
 
 
 def say(*lines: str) -> None:
@@ -30,6 +34,23 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def tolerate_full_disk() -> None:
+    """From here on, drop what is printed into a file while its disk is full: it must not end the run it is about."""
+    sys.stdout, sys.stderr = _tolerant(sys.stdout), _tolerant(sys.stderr)
+
+
+def _tolerant(stream: TextIO) -> TextIO:
+    try:
+        is_file = isinstance(stream, io.TextIOWrapper) and stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except io.UnsupportedOperation:  # a stream without a descriptor
+        is_file = False
+    if not is_file:
+        return stream
+    stream.flush()
+    file = LossyFile(stream.fileno(), "a", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(file), stream.encoding, stream.errors, line_buffering=True)
 
 
 def _write(stream: TextIO, lines: Iterable[str]) -> None:

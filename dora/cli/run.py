@@ -17,7 +17,7 @@ from dora.controller.loop import Outcome
 from dora.errors import ConfigError, RunEnded
 from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
-from dora.node.lease import hold
+from dora.node.holder import hold_run
 
 #: Exit code of an interrupted run: 128 + SIGINT, as in shells.
 INTERRUPTED = 130
@@ -37,20 +37,25 @@ def run(
     trust_folder: bool,
     rollout_only: bool,
     train_only: Path | None,
+    into: Path | None,
 ) -> None:
     for option, is_given in (("--accept-changes", accept_changes), ("--trust-folder", trust_folder)):
         if is_given and resume is None and not or_continue:
             raise ConfigError(f"{option}: is only valid with --resume or --continue")
     if sum([resume is not None, or_continue, rollout_only, train_only is not None]) > 1:
         raise ConfigError("--resume, --continue, --rollout-only and --train-only exclude each other; choose one")
+    if into is not None and (resume is not None or or_continue or train_only is not None):
+        raise ConfigError("--into: is only valid for a new run")
     if or_continue and (resume := _newest(config_path, overrides)) is not None:
         config_path = None
     earlier = RunFolder.open(resume) if resume is not None else None
+    reserved = RunFolder.reserved(into) if into is not None else None
     if earlier is not None and config_path is not None:
         raise ConfigError(f"--resume: a run keeps its own configuration ({earlier.config}); omit {config_path}")
     with ExitStack() as held:
-        if earlier is not None:  # lock before reading, so that nothing read can be changed by another process
-            held.enter_context(hold(earlier.lock))
+        if (own := earlier or reserved) is not None:
+            held.enter_context(hold_run(own.lock))  # before reading, so that no other process can change what is read
+        if earlier is not None:
             config = config_to_resume(earlier, overrides)
         else:
             config = load(config_path, overrides, environ=os.environ)
@@ -66,6 +71,7 @@ def run(
             config,
             Terminal(),
             earlier=earlier,
+            reserved=reserved,
             rollout_only=rollout_only,
             accept_changes=accept_changes,
             trust_folder=trust_folder,

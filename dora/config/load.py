@@ -62,13 +62,16 @@ _PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
 _LONG_KEY = re.compile(rf"(?<![\w.-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{100}}")
 
 
-def load(path: Path | None, overrides: Sequence[str] = (), *, environ: Mapping[str, str]) -> Config:
-    """Return the defaults, overlaid in turn by the file at `path`, each `a.b=value`, and the secrets in `environ`."""
+def load(
+    source: Path | Mapping[str, Any] | None, overrides: Sequence[str] = (), *, environ: Mapping[str, str]
+) -> Config:
+    """Return the defaults, overlaid in turn by a file or its tables, each `a.b=value`, and the secrets in `environ`."""
+    path = source if isinstance(source, Path) else None
     data = Config().model_dump(mode="json")
     data["objective"] = {}  # the defaults of its keys depend on the keys that are given
     rewards = data["task"].pop("rewards")  # so does this default, which is for the built-in arithmetic
-    if path is not None:
-        _overlay(data, read_toml(path))
+    if source is not None:
+        _overlay(data, read_toml(source) if isinstance(source, Path) else source)
     if isinstance(data["task"], dict) and any(override.strip().startswith("task.rewards.") for override in overrides):
         data["task"].setdefault("rewards", rewards)
     given = deepcopy(data["objective"])

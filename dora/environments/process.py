@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import structlog
 
-import dora
 from dora.environments.failures import Death
 from dora.environments.replies import Head, Ready, decode
 from dora.errors import ConfigError, ProtocolError
@@ -214,7 +213,7 @@ _ENVIRONMENT = {"MALLOC_ARENA_MAX": "2"}
 
 
 def _argv(settings: EnvironmentConfig, *, number: int) -> list[str]:
-    python = [settings.python or sys.executable, "-c", _BOOTSTRAP, str(Path(dora.__file__).parent)]
+    python = [settings.python or sys.executable, "-c", _BOOTSTRAP, str(Path(__file__).parents[1])]
     return [str(settings.memory_mb), _cores(settings.cores, number=number), *(settings.command or python)]
 
 

@@ -20,6 +20,7 @@ from dora.errors import ConfigError
 from dora.journal.access import restrict
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
+_RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*-\d{8}-\d{6}-[0-9a-f]{4}(-\d+)?")
 #: A configuration takes 10 KB, and some more with the addresses of 64 servers.
 MAX_CONFIG_BYTES: Final = 1 << 20
 
@@ -37,11 +38,12 @@ class RunFolder:
         self.spans = root / "spans.jsonl"  #: what every rank and instance did at any time
         self.timeline = root / "timeline.jsonl"  #: the same, added up by bucket of time
         self.log = root / "log.jsonl"
+        self.output = root / "output.log"  #: what the run prints, if it was started from Python
         self.status_token = root / "status-token"  #: random, readable by its owner only
         self.status = root / "status.json"  #: the last status, for `dora status DIR`
         self.results = root / "results.json"  #: of an evaluation that has ended
         self.nodes = root / "nodes.json"  #: the place of each node by its name
-        self.lock = root / "lock"  #: held by the process that may write here
+        self.lock = root / "lock"  #: held by the process that may write here, and says which it is
         self.fence = root / "epoch"  #: epoch of the controller whose ranks may publish and save
         self.checkpoints = root / "checkpoints"  #: of the trainer
         self.versions = root / "versions"  #: the durable version store
@@ -71,7 +73,7 @@ class RunFolder:
     def _files(self) -> tuple[Path, ...]:
         return (
             *(self.config, self.journal, self.tokens, self.metrics, self.trajectories, self.spans, self.timeline),
-            *(self.log, self.status_token, self.status, self.results, self.nodes, self.lock, self.fence),
+            *(self.log, self.output, self.status_token, self.status, self.results, self.nodes, self.lock, self.fence),
             *self.root.glob("lease-*"),
         )
 
@@ -112,7 +114,14 @@ class RunFolder:
 
     @classmethod
     def create(cls, parent: Path, *, name: str, group: str | None = None) -> RunFolder:
-        """Create a run folder under `parent`, accessible only to its owner and `group`.
+        """Create a run folder under `parent`, accessible only to its owner and `group`."""
+        folder = cls.reserve(parent, name=name)
+        folder.fill(group=group)
+        return folder
+
+    @classmethod
+    def reserve(cls, parent: Path, *, name: str) -> RunFolder:
+        """Create the folder of a run that another process will `fill`, accessible only to its owner.
 
         Its id also names weights on servers and in shared memory, so it must differ from the ids of runs with other
         parents; that is why it ends in random digits.
@@ -122,14 +131,35 @@ class RunFolder:
         run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            folder = cls(_make_unique(parent, run_id))
-            for path in folder._folders:
-                path.mkdir(mode=0o700)
-            folder.restrict(group=group)
-            files.sync_folder(parent)
+            return cls(_make_unique(parent, run_id))
         except OSError as err:
             raise ConfigError(f"run.folder: cannot create {parent / run_id}: {err.strerror}") from err
-        return folder
+
+    @classmethod
+    def reserved(cls, path: Path) -> RunFolder:
+        """Return a folder made by `reserve`; ConfigError if a run has begun in it, or if it has files of others."""
+        found = cls(path)
+        try:
+            foreign.require_folder(path, owners={os.geteuid()})
+            names = {entry.name for entry in path.iterdir()}
+        except OSError as err:
+            raise ConfigError(f"{path}: is not a reserved run folder ({err.strerror})") from err
+        if not _RUN_ID.fullmatch(path.name):
+            raise ConfigError(f"{path}: is not a reserved run folder: its name is not the id of a run")
+        if others := names - {found.config.name, found.output.name, found.lock.name}:
+            raise ConfigError(f"{path}: is not a reserved run folder: it has a {min(others)}")
+        found._require_own_kinds()
+        return found
+
+    def fill(self, *, group: str | None) -> None:
+        """Create the folders of a reserved run folder, and let `group` read it."""
+        try:
+            for path in self._folders:
+                path.mkdir(mode=0o700)
+            self.restrict(group=group)
+            files.sync_folder(self.root.parent)
+        except OSError as err:
+            raise ConfigError(f"run.folder: cannot create {self.root}: {err.strerror}") from err
 
     @classmethod
     def newest(cls, parent: Path, *, name: str) -> Path | None:

@@ -60,6 +60,7 @@ def test_a_resume_is_refused_in_one_line_that_names_keys_and_version(folder: Run
             rollout_only=False,
             train_only=None,
             or_continue=False,
+            into=None,
         )
     assert str(caught.value) == (
         f"--resume: {folder.config}: this version of DORA has no rollout.pause_all, rollout.without_all, "

@@ -173,6 +173,7 @@ def test_a_run_locked_by_another_process_is_not_read(tmp_path: Path) -> None:
         rollout_only=False,
         train_only=None,
         or_continue=False,
+        into=None,
     )
     with hold(folder.lock), pytest.raises(ConfigError, match="lock is held by another process"):
         resume_it()

@@ -65,3 +65,31 @@ def test_the_newest_run_of_a_name_is_the_last_that_has_begun_a_journal(tmp_path:
     newest = RunFolder.newest(tmp_path, name="a")
     assert newest is not None
     assert newest.name == ids[1]
+
+
+def test_a_reserved_folder_is_filled_once_under_its_own_id(tmp_path: Path) -> None:
+    made = RunFolder.reserve(tmp_path / "runs", name="a")
+    made.config.write_text("")
+    made.output.write_text("")
+    found = RunFolder.reserved(made.root)
+    found.fill(group=None)
+    assert (found.run_id, found.logs.is_dir()) == (made.run_id, True)
+    with pytest.raises(ConfigError, match=r"is not a reserved run folder: it has a checkpoints"):
+        RunFolder.reserved(made.root)
+    with pytest.raises(ConfigError, match="File exists"):
+        made.fill(group=None)
+
+
+def test_a_folder_with_files_of_others_or_another_name_is_not_reserved(tmp_path: Path) -> None:
+    made = RunFolder.reserve(tmp_path, name="a")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "a-20260101-000000-ffff").symlink_to(made.root)
+    with pytest.raises(ConfigError, match="its name is not the id of a run"):
+        RunFolder.reserved(tmp_path / "mine")
+    with pytest.raises(ConfigError, match="is not a folder, but a link or a file"):
+        RunFolder.reserved(tmp_path / "a-20260101-000000-ffff")
+    with pytest.raises(ConfigError, match=r"is not a reserved run folder \(No such file"):
+        RunFolder.reserved(tmp_path / "a-20260101-000000-0000")
+    made.output.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="is a link, not a regular file"):
+        RunFolder.reserved(made.root)

@@ -430,7 +430,7 @@ _RESUME: Final = (
         "tests/controller/test_resume.py",
         (
             "lock-not-taken-before-reading",
-            "            held.enter_context(hold(earlier.lock))",
+            "            held.enter_context(hold_run(own.lock))",
             "            pass",
             "test_a_run_locked_by_another_process_is_not_read",
         ),
@@ -1063,7 +1063,7 @@ _FOUND: Final = tuple(
         (
             "name-of-a-run-folder-not-synced",
             "dora/journal/run_folder.py",
-            "            files.sync_folder(parent)\n",
+            "            files.sync_folder(self.root.parent)\n",
             "",
             "test_the_name_of_a_new_run_folder_is_synced_before_the_run_begins",
         ),

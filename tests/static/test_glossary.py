@@ -41,6 +41,7 @@ ELSEWHERE = {
         "controller",
         "core",
         "embedded",
+        "jobs",
         "journal",
         "observe",
         "sim",

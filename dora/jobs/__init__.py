@@ -1,0 +1,1 @@
+"""Runs as Python objects: started in processes of their own, and read from their folders."""

@@ -1,0 +1,78 @@
+"""Which process holds a run: its lock file says so, for whoever wants to signal it or to know whether it is alive.
+
+Invariant: a process is taken for the holder only if it began when the holder did and works on the folder, so that no
+other process is signaled, such as one that got the same number later.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Final
+
+import msgspec
+import psutil
+
+from dora import foreign
+from dora.node.lease import hold
+
+#: The start time is computed from a boot time, which moves by a second when the clock is set.
+_SAME_START_S: Final = 2
+_MAX_BYTES: Final = 1_000
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """A process that holds, or held, a run."""
+
+    pid: int
+    started: int  #: seconds since 1970
+    host: str
+
+    @classmethod
+    def of(cls, pid: int) -> Holder:
+        """Describe a process of this host."""
+        return cls(pid, round(psutil.Process(pid).create_time()), socket.gethostname())
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the process is, or was, on this host."""
+        return self.host == socket.gethostname()
+
+
+def find_process(pid: int, started: int, *, lock: Path) -> psutil.Process | None:
+    """Return the process of this host that holds a run; None if it has ended, or never had to do with that run."""
+    with suppress(psutil.Error, ValueError, OverflowError):
+        found = psutil.Process(pid)
+        is_same = abs(found.create_time() - started) <= _SAME_START_S
+        if is_same and found.status() != psutil.STATUS_ZOMBIE and _works_on(found, lock):
+            return found
+    return None
+
+
+def _works_on(process: psutil.Process, lock: Path) -> bool:
+    """Whether the command line names the folder, as one from Python does, or the lock is open. A folder received from
+    others may name any process in its lock."""
+    return str(lock.parent) in process.cmdline() or str(lock) in (file.path for file in process.open_files())
+
+
+def hold_run(lock: Path) -> IO[bytes]:
+    """Lock a run as `lease.hold` does, and write who holds it."""
+    held = hold(lock)
+    note_holder(lock, Holder.of(os.getpid()))
+    return held
+
+
+def note_holder(lock: Path, holder: Holder) -> None:
+    """Write the holder; without an effect while the disk is full, as only the lock itself must be right."""
+    with suppress(OSError), open(os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb") as file:
+        file.truncate()
+        file.write(msgspec.json.encode(holder))
+
+
+def read_holder(lock: Path) -> Holder | None:
+    """Return the last holder of a run; None if the file does not say."""
+    with suppress(OSError, foreign.ForeignFileError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return msgspec.json.decode(foreign.read(lock, max_bytes=_MAX_BYTES), type=Holder)
+    return None
