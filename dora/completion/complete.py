@@ -48,7 +48,8 @@ def main(argv: Sequence[str]) -> None:
         *before, current = rest
     adds, found = candidates(before, current, words=words())
     lines = [adds, *(f"{word[hidden:]}\t{meaning[:_WIDTH]}" for word, meaning in found)]
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    encoding = sys.stdout.encoding or "utf-8"  # which may lack a character of a meaning
+    sys.stdout.write("".join(f"{line}\n" for line in lines).encode(encoding, "replace").decode(encoding))
 
 
 def _split(line: str) -> list[str]:

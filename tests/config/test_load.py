@@ -195,7 +195,9 @@ def test_a_misspelt_value_suggests_the_choice_that_is_similar(override: str, mea
 def test_a_file_that_is_missing_unreadable_or_not_text_is_named(tmp_path: Path):
     missing = tmp_path / "none.toml"
     assert refused(path=missing) == [f"{missing}: no such file"]
-    assert refused(path=tmp_path) == [f"{tmp_path}: cannot be read (Is a directory)"]
+    assert refused(path=tmp_path) == [
+        f"{tmp_path}: is a folder, not a TOML file; dora run --resume continues the run in one"
+    ]
     binary = tmp_path / "b.toml"
     binary.write_bytes(b"a = '\xff'")
     assert refused(path=binary) == [f"{binary}: not UTF-8 text (byte 5)"]
