@@ -12,6 +12,11 @@ _INTERRUPTED = 130
 def main() -> None:
     """Run the command line."""
     try:
+        if sys.argv[1:2] == ["--complete"]:  # at every Tab in a shell: nothing else is imported
+            from dora.completion.complete import main as complete
+
+            complete(sys.argv[2:])
+            return
         from dora.cli.app import main as command_line
 
         command_line()

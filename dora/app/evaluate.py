@@ -82,5 +82,5 @@ def overrides_of(*, model: str | Path | None, urls: Sequence[str]) -> list[str]:
     if urls:
         found.append(f"engine.urls={json.dumps(list(urls))}")
     if model is not None:
-        found.append(f"model.path={json.dumps(str(model))}")
+        found += [f"model.path={json.dumps(str(model))}", 'model.revision=""']
     return found

@@ -24,8 +24,8 @@ from dora.journal.run_folder import MAX_CONFIG_BYTES, RunFolder
 
 log = structlog.get_logger(__name__)
 
-#: `module:name` or `file.py:name`; an address has a slash after its colon.
-_FUNCTION: Final = re.compile(r"[\w./~-]+:[A-Za-z_]\w*")
+#: `module:name` or `FILE.py:name`, whatever characters the file has; an address has a slash after its colon.
+_FUNCTION: Final = re.compile(r"(?s:[\w./~-]+|.+\.py):[^\W\d]\w*")
 #: Last part of the keys that name commands, or that change what commands do.
 _OF_COMMANDS: Final = frozenset({"command", "args", "python", "import_path"})
 _OF_ENVIRONMENT: Final = "engine.environment."

@@ -1,6 +1,6 @@
 """Defines the command line: commands, options, help texts and exit codes. Each command is implemented in its own file;
-the options of `dora instances`, and of commands that run one process of a run, are in instance_commands.py and
-processes.py.
+the options of `dora instances`, of commands that run one process of a run, and of those before the first run are in
+instance_commands.py, processes.py and start_commands.py.
 
 Exit codes: 0 success, 1 failure, 2 invalid input, 3 the audit (in `dora audit`, or at the end of `dora run`) found a
 violation of C1, C2 or C3 that is not by design of the strategy, 130 interrupted. Errors are printed as one line per
@@ -19,8 +19,11 @@ from typing import Annotated
 import typer
 
 from dora.cli.instance_commands import instances
+from dora.cli.job_options import Answer, ConfigPath, Data, Model, Overrides, Prompt, Reward, with_shorthand
 from dora.cli.output import say, tell, tolerate_full_disk
 from dora.cli.processes import Seed, TimeScale, WorkloadPath, processes
+from dora.cli.start_commands import start
+from dora.cli.usage import UsageError, describe, is_request_for_help
 from dora.errors import ConfigError, DoraError, InvariantViolation
 
 #: Errors of the operating system that a program cannot prevent, but a user may be able to fix.
@@ -76,20 +79,20 @@ TrustFolder = Annotated[
         help="Execute what the run folder names, even if you have not signed its configuration.",
     ),
 ]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change a setting, e.g. --set rollout.max_staleness=1. May be repeated."
-    ),
-]
-ConfigPath = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG.toml", help="Configuration file (default: the CPU example).")
+
+Into = Annotated[
+    Path | None, typer.Option(hidden=True, metavar="DIR", help="Use the run folder that dora.run has reserved.")
 ]
 
 
 @app.command()
 def run(
     config: ConfigPath = None,
+    model: Model = None,
+    data: Data = None,
+    prompt: Prompt = None,
+    answer: Answer = None,
+    reward: Reward = None,
     overrides: Overrides = None,
     resume: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Continue the run in this folder, with its own configuration.")
@@ -117,18 +120,18 @@ def run(
         Path | None,
         typer.Option(metavar="ROLLOUT", help="Train on the answers written by --rollout-only, without servers."),
     ] = None,
-    into: Annotated[
-        Path | None, typer.Option(hidden=True, metavar="DIR", help="Use the run folder that dora.run has reserved.")
-    ] = None,
+    into: Into = None,
 ) -> None:
     """Train a policy. Without a configuration file: the small arithmetic example, on this machine's CPU."""
     tolerate_full_disk()
     _say_preparing()
     from dora.cli.run import run as command
 
+    if resume is not None and any((data, prompt, answer, reward)):
+        raise ConfigError("--resume: a run keeps its own data and reward; omit --data, --prompt, --answer and --reward")
     command(
         config,
-        overrides or [],
+        with_shorthand(config, overrides, model=model, data=data, prompt=prompt, answer=answer, reward=reward),
         resume=resume,
         or_continue=or_continue,
         accept_changes=accept_changes,
@@ -160,6 +163,10 @@ def evaluate(
         typer.Option(min=1, help="Answers per prompt. With more than one, greedy sets get rollout.temperature."),
     ] = None,
     prompts: Annotated[int | None, typer.Option(min=1, help="Largest number of prompts per set.")] = None,
+    data: Data = None,
+    prompt: Prompt = None,
+    answer: Answer = None,
+    reward: Reward = None,
     of_task: Annotated[
         bool, typer.Option("--task", help="Score prompts of task.sources, also if there are held-out sets.")
     ] = False,
@@ -167,6 +174,7 @@ def evaluate(
         Path | None, typer.Option(metavar="DIR", help="Continue this evaluation, or show its results if it has ended.")
     ] = None,
     trust_folder: TrustFolder = False,
+    into: Into = None,
 ) -> None:
     """Score a model on the held-out sets of a configuration, without training.
 
@@ -176,21 +184,24 @@ def evaluate(
     from dora.cli.evaluate import evaluate as command
     from dora.cli.evaluate import resume as continue_evaluation
 
+    settings = with_shorthand(config, overrides, model=None, data=data, prompt=prompt, answer=answer, reward=reward)
+    tolerate_full_disk()
     if resume is None:
         command(
             config,
-            overrides or [],
+            settings,
             model=model,
             urls=urls or [],
             samples=samples,
             prompts=prompts,
             of_task=of_task,
             trust_folder=trust_folder,
+            into=into,
         )
     elif config is not None or model is not None or urls or samples is not None or prompts is not None or of_task:
         raise ConfigError("--resume: an evaluation keeps its own configuration; omit CONFIG.toml and other options")
     else:
-        continue_evaluation(resume, overrides or [], trust_folder=trust_folder)
+        continue_evaluation(resume, settings, trust_folder=trust_folder)
 
 
 def _say_preparing() -> None:
@@ -202,6 +213,11 @@ def _say_preparing() -> None:
 @app.command()
 def check(
     config: ConfigPath = None,
+    model: Model = None,
+    data: Data = None,
+    prompt: Prompt = None,
+    answer: Answer = None,
+    reward: Reward = None,
     overrides: Overrides = None,
     push: Annotated[
         bool,
@@ -243,14 +259,15 @@ def check(
         raise ConfigError("--push, --drift, --nodes and --gpus exclude each other; choose one")
     if json is not None and (nodes or drift or gpus is not None):
         raise ConfigError("--json: is not valid with --drift, --nodes and --gpus")
+    settings = with_shorthand(config, overrides, model=model, data=data, prompt=prompt, answer=answer, reward=reward)
     if nodes:
-        check_nodes(config, overrides or [])
+        check_nodes(config, settings)
     elif gpus is not None:
-        check_plan(config, overrides or [], gpus=gpus)
+        check_plan(config, settings, gpus=gpus)
     elif drift:
-        check_drift(config, overrides or [])
+        check_drift(config, settings)
     else:
-        command(config, overrides or [], push=push, json=json)
+        command(config, settings, push=push, json=json)
 
 
 @app.command()
@@ -333,6 +350,7 @@ def compare(
 
 app.add_typer(instances, name="instances")
 app.add_typer(processes)  # without a name: as if they were defined here
+app.add_typer(start)
 
 
 @app.command()
@@ -477,7 +495,12 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # the terminal may lack a character of a name or of a curve
     try:
-        app()
+        code = app(standalone_mode=False, prog_name="dora")
+    except UsageError as err:
+        if is_request_for_help(err):
+            err.show()
+            raise SystemExit(2) from None
+        _end(ConfigError(describe(err)), code=2)
     except ConfigError as err:
         _end(err, code=2)
     except DoraError as err:
@@ -486,6 +509,8 @@ def main() -> None:
         if (fault := _fault(err)) is None:
             raise
         _end(fault, code=1)
+    if code:  # of `typer.Exit`
+        raise SystemExit(code)
 
 
 def _fault(err: Exception) -> DoraError | None:

@@ -21,7 +21,7 @@ from dora.config.load import load
 from dora.config.schema import Config
 from dora.errors import ConfigError, RunEnded
 from dora.journal.run_folder import RunFolder
-from dora.node.lease import hold
+from dora.node.holder import hold_run
 
 
 def evaluate(
@@ -34,6 +34,7 @@ def evaluate(
     prompts: int | None,
     of_task: bool,
     trust_folder: bool,
+    into: Path | None,
 ) -> None:
     named = version_named(model) if model is not None else None
     settings = overrides_of(model=named[1] if named is not None else model, urls=urls)
@@ -43,14 +44,18 @@ def evaluate(
     if run is not None and not trust_folder:
         require_trust(run, config, named=executed(config), to="an evaluation")
     config = evaluation_of(config, samples=samples, prompts=prompts, of_task=of_task)
-    end(uvloop.run(run_job(config, Terminal())))
+    with ExitStack() as held:
+        reserved = RunFolder.reserved(into) if into is not None else None
+        if reserved is not None:
+            held.enter_context(hold_run(reserved.lock))
+        end(uvloop.run(run_job(config, Terminal(), reserved=reserved)))
 
 
 def resume(folder: Path, overrides: Sequence[str], *, trust_folder: bool) -> None:
     """Continue an evaluation; show its results if it has ended."""
     run = RunFolder.open(folder)
     with ExitStack() as held:
-        held.enter_context(hold(run.lock))
+        held.enter_context(hold_run(run.lock))
         config = _config_of(run, overrides)
         try:
             end(uvloop.run(run_job(config, Terminal(), earlier=run, trust_folder=trust_folder)))

@@ -31,6 +31,29 @@ are addressed by index (`eval.sets.0.prompts=64`); the first index past the end 
 reported, one line each, before anything starts. Relative paths are relative to the working directory of `dora`. The run
 folder keeps the result as `config.toml`. Secrets are read from environment variables only and are never written to a
 file.
+
+These options of `dora run`, `dora check` and `dora init` stand for settings:
+
+- `--model M`: `model.path="M"`.
+- `--data D`: `task.sources=[{kind=..., path="D"}]`, of the kind that the end of D tells: `.jsonl`, `.parquet`, or else
+  a data set. For `FILE.py:function` it is `[{kind="function", name="D"}]`. Without a file, also `eval.sets=[]`.
+- `--prompt C` and `--answer C`: `task.sources.0.prompt="C"` and `task.sources.0.answer="C"`.
+- `--reward R`: `task.rewards=[{kind="R"}]` for `math` and `exact`, `[{kind="function", name="R"}]` for
+  `FILE.py:function`, `[{kind="http", url="R"}]` for a URL.
+
+They come before all `--set`s, which may refine them (`--data rows.jsonl --set task.sources.0.label=mine`). With a file
+that has several sources or rewards, an option that could mean any of them is refused.
+
+## In an editor
+
+`dora config --schema > dora.schema.json` writes a JSON schema. With
+
+```toml
+#:schema ./dora.schema.json
+```
+
+in the first line of a configuration, editors that use Taplo (such as VS Code with Even Better TOML) complete its keys,
+explain them, and mark mistakes. Rules that span several keys are not in the schema; `dora check` knows them.
 """
 
 _COLUMNS = "| key | type | default | meaning |\n|---|---|---|---|"
@@ -66,7 +89,7 @@ def _sections(model: type[BaseModel], *, prefix: str, seen: dict[type[BaseModel]
         if dotted == "objective.loss":
             yield from _losses(dotted, field)
             continue
-        inner, is_list = _section_of(field)
+        inner, is_list = section_of(field)
         if inner is None:
             continue
         header = f"[[{dotted}]]" if is_list else f"[{dotted}]"
@@ -86,7 +109,7 @@ def _losses(dotted: str, field: FieldInfo) -> Iterator[str]:
     yield f"## `[{dotted}]`\n\n{field.description} Its other keys depend on its `kind`:\n"
     keys: dict[str, dict[str, FieldInfo]] = {}
     for tag, settings in LOSS_SETTINGS.items():
-        yield f"- `{tag}`: {_one_line(settings.__doc__)}"
+        yield f"- `{tag}`: {one_line(settings.__doc__)}"
         for key, of_kind in settings.model_fields.items():
             keys.setdefault(key, {})[tag] = of_kind
     kinds = ", ".join(f"`{tag}`" for tag in LOSS_SETTINGS)
@@ -98,10 +121,10 @@ def _losses(dotted: str, field: FieldInfo) -> Iterator[str]:
 
 def _is_key(field: FieldInfo) -> bool:
     """Return whether a field is a key, not a section or one of several sections, told apart by a tag."""
-    return _section_of(field)[0] is None and not any(isinstance(rule, Discriminator) for rule in field.metadata)
+    return section_of(field)[0] is None and not any(isinstance(rule, Discriminator) for rule in field.metadata)
 
 
-def _section_of(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:
+def section_of(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:
     """Return the section type of a field, and whether the field is a list of them."""
     candidates = (field.annotation, *get_args(field.annotation))
     for candidate in candidates:
@@ -130,20 +153,20 @@ def _each(kinds: Sequence[str], texts: Sequence[str]) -> str:
 
 def _cells(field: FieldInfo) -> tuple[str, str, str]:
     """Return type, default and meaning."""
-    meaning = _one_line(field.description)
+    meaning = one_line(field.description)
     if isinstance(field.json_schema_extra, dict):
         return "secret", f"environment variable `{field.json_schema_extra['environment']}`", meaning
-    kind = _kind(field.annotation) + "".join(_bounds(field))
+    kind = kind_of(field.annotation) + "".join(_bounds(field))
     return kind, "required" if field.is_required() else _default(field.default), meaning
 
 
-def _one_line(text: str | None) -> str:
+def one_line(text: str | None) -> str:
     return " ".join((text or "").split())
 
 
-def _kind(annotation: Any) -> str:
+def kind_of(annotation: Any) -> str:
     if get_origin(annotation) is Annotated:
-        return _kind(get_args(annotation)[0])
+        return kind_of(get_args(annotation)[0])
     names = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path"}
     if annotation in names:
         return names[annotation]
@@ -151,9 +174,9 @@ def _kind(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in args)
     if origin in (Union, types.UnionType):
-        return _kind(args[0])
+        return kind_of(args[0])
     if origin is tuple:
-        return f"list of {_kind(args[0])}"
+        return f"list of {kind_of(args[0])}"
     assert origin is dict, annotation
     return "table"
 

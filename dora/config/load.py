@@ -126,7 +126,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return _parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
+        hint = "; a setting is given as --set KEY=VALUE" if "=" in path.name else ""
+        raise ConfigError(f"{path}: no such file{hint}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a folder, not a TOML file; dora run --resume continues the run in one") from None
     except OSError as err:
         raise ConfigError(f"{path}: cannot be read ({err.strerror})") from err
     except UnicodeDecodeError as err:
@@ -134,7 +137,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as err:
         found = re.search(r"^(.*) \(at line (\d+), column (\d+)\)$", str(err))
         text = f"{path}:{found[2]}:{found[3]}: {found[1]}" if found else f"{path}: {err}"
-        raise ConfigError(text) from err
+        hint = "; a configuration is TOML" if path.suffix in (".yaml", ".yml", ".json") else ""
+        raise ConfigError(f"{text}{hint}") from err
     except (ValueError, RecursionError) as err:  # a number with thousands of digits; deeply nested lists
         raise ConfigError(f"{path}: {err}") from err
 

@@ -235,7 +235,7 @@ def _tracking_problems(config: Config) -> Iterator[str]:
     titles = [name.rpartition(":")[2] for name in config.tracking.trackers]
     for name in config.tracking.trackers:
         if name not in _TRACKERS and ":" not in name:
-            yield f"tracking.trackers: no tracker '{name}'; use {', '.join(_TRACKERS)} or module:Class"
+            yield f"tracking.trackers: no tracker '{name}'; use {', '.join(_TRACKERS)} or FILE.py:Class"
     for title in sorted({title for title in titles if titles.count(title) > 1}):
         yield f"tracking.trackers: {title} is listed twice"
 
@@ -251,7 +251,7 @@ def _environment_problems(config: Config) -> Iterator[str]:
             yield "objective.turn_rewards: has no effect without environment.name; remove the key"
         return
     if ":" not in environment.name and not environment.command:
-        yield f"environment.name: expected module:name or FILE.py:name, got '{environment.name}'"
+        yield f"environment.name: expected FILE.py:name or module:name, got '{environment.name}'"
     if environment.capacity < config.rollout.group_size:
         yield (
             f"environment.episodes_per_host: {environment.hosts} x {environment.episodes_per_host} episodes are "

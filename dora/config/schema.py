@@ -260,7 +260,7 @@ class SourceConfig(Section):
     the same form. `function`: a function of yours that returns an iterable of rows. `reasoning_gym`, `parquet` and
     `datasets` need an extra: `pip install 'dora-rl[reasoning-gym]'`, `[pyarrow]` or `[datasets]`."""
     name: str = ""
-    """Name of the dataset (`reasoning_gym`), or module:function (`function`)."""
+    """Name of the dataset (`reasoning_gym`), or FILE.py:function (`function`)."""
     path: Path | None = None
     """File to read (`jsonl`, `parquet`); id on the hub, such as `openai/gsm8k`, or folder (`datasets`)."""
     subset: str = ""
@@ -306,7 +306,7 @@ class RewardConfig(Section):
     """Endpoint (`http`) that receives {prompt, response, answer, metadata, num_tokens, max_tokens, finish, source} and
     returns {"reward": number}."""
     name: str = ""
-    """module:function (`function`)."""
+    """FILE.py:function, or module:function (`function`). A file may import the modules beside it, at its top."""
     buffer: Annotated[int, Field(ge=0)] = 0
     """Number of tokens at the end of the token budget over which `overlong` falls to -1."""
     sources: tuple[str, ...] = ()
@@ -359,7 +359,7 @@ class EnvironmentConfig(Section):
     """The environment of episodes with several turns, in processes of its own (docs/ENVIRONMENTS-PROTOCOL.md)."""
 
     name: str = ""
-    """module:name or FILE.py:name of a class or function that makes an `Environment`, once for each episode.
+    """FILE.py:name or module:name of a class or function that makes an `Environment`, once for each episode.
     Empty: no environment; every episode is one answer to its prompt. An environment needs an extra: `pip install
     'dora-rl[renderers]'`."""
     options: dict[str, Any] = Field(default={})
@@ -515,7 +515,7 @@ class TrackingConfig(Section):
 
     trackers: tuple[str, ...] = ()
     """Any of `wandb`, `tensorboard` and `trackio`, which are extras (`pip install 'dora-rl[wandb]'`), or
-    `module:Class` of your own."""
+    `FILE.py:Class` or `module:Class` of your own."""
     project: str = "dora"
     """Project that the run belongs to, in trackers with projects."""
     pass_environment: tuple[str, ...] = ()

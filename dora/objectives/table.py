@@ -20,7 +20,7 @@ from dora.objectives.tokens import TokenLoss, Tokens
 from dora.objectives.user_loss import UserLoss, load_loss
 
 #: The tag of the user's own losses in `PolicyLoss`.
-USER: Final = "module:function"
+USER: Final = "FILE.py:function"
 
 
 @dataclass(frozen=True, slots=True)

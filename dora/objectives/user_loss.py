@@ -1,4 +1,4 @@
-"""A policy loss of the user's own: `objective.loss.kind = "module:function"`.
+"""A policy loss of the user's own: `objective.loss.kind = "FILE.py:function"`.
 
     def my_loss(tokens: Tokens, **options) -> Tensor | TokenLoss
 
@@ -30,13 +30,13 @@ KEY = "objective.loss.kind"
 
 class UserLoss(LossSettings):
     """A function of yours: function(tokens, **options) -> a loss for each token; docs/OBJECTIVES.md has an example. The
-    ranks of the trainer import it, also from the working directory."""
+    ranks of the trainer import it."""
 
     IMPLIED = UNWEIGHTED
     IS_OF_SEQUENCES = True
 
-    kind: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
-    """module:function."""
+    kind: Annotated[str, Field(pattern=r"^.+:\w+$")]
+    """FILE.py:function, or module:function."""
     options: dict[str, Any] = Field(default={})
     """Further arguments of the function."""
 

@@ -45,6 +45,10 @@ class Tokenizer:
         size: int = self._codec.get_vocab_size(with_added_tokens=True)
         return size
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`. `special_tokens`: add the tokenizer's special tokens (BOS); rendered chats already
         contain them."""

@@ -1,8 +1,9 @@
 """What a tracker is: a class that writes the rows of metrics.jsonl into a record that others display.
 
-A user's own class is named as `module:Class` in `tracking.trackers` and is made as `Class(run, position)`. An error
-that it raises ends the tracker's process, never the run. Invariant: a new object continues the record at the position;
-it must drop rows that were logged after the position, because they are logged again.
+A user's own class is named as `FILE.py:Class` or `module:Class` in `tracking.trackers` and is made as
+`Class(run, position)`. An error that it raises ends the tracker's process, never the run. Invariant: a new object
+continues the record at the position; it must drop rows that were logged after the position, because they are logged
+again.
 """
 
 from __future__ import annotations

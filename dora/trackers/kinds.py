@@ -26,7 +26,7 @@ FIELD: Final = "tracking.trackers"
 
 
 def title(name: str) -> str:
-    """Return the name of a tracker's folder and log: for `module:Class`, the class."""
+    """Return the name of a tracker's folder and log: for `FILE.py:Class`, the class."""
     return name.rpartition(":")[2]
 
 

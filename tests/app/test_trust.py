@@ -173,7 +173,7 @@ NAMED = {
     "trainer.command": '["sh", "-c", "id"]',
     "objective.loss.kind": '"evil:loss"',
     "task.sources.0.name": '"evil:rows"',
-    "task.rewards.0.name": '"evil/rewards.py:grade"',
+    "task.rewards.0.name": '"an evil/rewards.py:grade"',
     "eval.sets.0.source.name": '"evil:rows"',
     "eval.sets.0.rewards.0.name": '"evil:grade"',
     "environment.name": '"../evil.py:Made"',

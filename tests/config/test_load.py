@@ -183,7 +183,7 @@ def test_a_wrong_type_names_the_given_value_and_the_expected_type(override: str,
     [
         ("engine.kind=SGLang", "got \"SGLang\", expected 'embedded' or 'sglang'; did you mean \"sglang\"?"),
         ("task.rewards.0.kind=mth", "'http' or 'function'; did you mean \"math\"?"),
-        ("objective.loss.kind=gsop", ", 'module:function'; did you mean \"gspo\"?"),
+        ("objective.loss.kind=gsop", ", 'FILE.py:function'; did you mean \"gspo\"?"),
         ("engine.kind=vllm", "got \"vllm\", expected 'embedded' or 'sglang'"),
         ("rollout.strategy=7", "'partial_sync' or 'oversample'"),
     ],
@@ -196,7 +196,9 @@ def test_a_misspelt_value_suggests_the_choice_that_is_similar(override: str, mea
 def test_a_file_that_is_missing_unreadable_or_not_text_is_named(tmp_path: Path):
     missing = tmp_path / "none.toml"
     assert refused(path=missing) == [f"{missing}: no such file"]
-    assert refused(path=tmp_path) == [f"{tmp_path}: cannot be read (Is a directory)"]
+    assert refused(path=tmp_path) == [
+        f"{tmp_path}: is a folder, not a TOML file; dora run --resume continues the run in one"
+    ]
     binary = tmp_path / "b.toml"
     binary.write_bytes(b"a = '\xff'")
     assert refused(path=binary) == [f"{binary}: not UTF-8 text (byte 5)"]

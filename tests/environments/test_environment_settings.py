@@ -9,7 +9,7 @@ from dora.errors import ConfigError
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["name=shop"], "environment.name: expected module:name or FILE.py:name, got 'shop'"),
+        (["name=shop"], "environment.name: expected FILE.py:name or module:name, got 'shop'"),
         (["command=['node']"], "environment.name: is empty, so there is no environment"),
         (["name=shop", "command=['node']", "python='python3'"], "environment.python: has no effect with"),
         (["name=a:b", "call_timeout_s=2000"], r"environment.call_timeout_s: 2000 s must be below run.no_progress_s"),

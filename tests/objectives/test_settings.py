@@ -154,7 +154,7 @@ def test_clip_settings_have_an_effect_with_several_updates():
         (
             "loss.kind=gpso",
             "--set objective.loss.kind=gpso: objective.loss.kind: got \"gpso\", expected 'ppo', 'cispo', "
-            "'dppo_tv', 'gspo', 'ipo', 'm2po_per_sequence', 'reinforce', 'module:function'",
+            "'dppo_tv', 'gspo', 'ipo', 'm2po_per_sequence', 'reinforce', 'FILE.py:function'",
         ),
         ("loss.clip_lo=1", "--set objective.loss.clip_lo=1: unknown key objective.loss.clip_lo; did you mean "
                            "objective.loss.clip_low?"),

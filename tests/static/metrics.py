@@ -64,7 +64,7 @@ seconds. If the record lacks rows at the end, a line says so, and this command l
 dora track runs/<run id>                    # --to wandb: for a run without trackers, or in another tracker
 ```
 
-A tracker class (`module:Class`) that the folder names is executed only if you have signed the folder's configuration, or
+A tracker class (`FILE.py:Class`) that the folder names is executed only if you have signed the folder's configuration, or
 with `--trust-folder` ([SECURITY.md](SECURITY.md#run-folders-of-others)).
 
 `tracking/<tracker>/position.json` of the run folder says how far a record has come. No row is logged twice, not even
@@ -75,7 +75,7 @@ after a crash or a resume. `dora run --train-only` has no trackers.
 | `tensorboard` | an event file in `tracking/tensorboard` | none |
 | `wandb` | the run of this id in `tracking.project`; with `WANDB_MODE=offline` folders in `tracking/wandb/wandb`, which `wandb sync` uploads | `WANDB_*` |
 | `trackio` | the run of this id in `tracking.project` of the local database (`TRACKIO_DIR`), which `trackio show` displays and `trackio sync` copies to a Space | `TRACKIO_*`, `HF_*` |
-| `module:Class` | what your class writes: `dora/trackers/api.py` says what it needs, `dora/trackers/trackio.py` is a short example | none |
+| `FILE.py:Class` or `module:Class` | what your class writes: `dora/trackers/api.py` says what it needs, `dora/trackers/trackio.py` is a short example | none |
 
 A process gets its tracker's variables, those that every process needs (`PATH`, `HOME`, proxies and certificates), and
 those named in `tracking.pass_environment`; no key of DORA or of another tracker.

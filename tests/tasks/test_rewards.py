@@ -220,7 +220,7 @@ def test_a_term_scores_its_sources_only():
         ({"kind": "regex", "pattern": "("}, r"task.rewards.0.pattern: '\(' is not a regular expression"),
         ({"kind": "regex", "pattern": "a"}, r"task.rewards.0.pattern: 'a' has no group"),
         ({"kind": "http", "url": "file:///etc/passwd"}, r"task.rewards.0.url: .* is not an http:// or https://"),
-        ({"kind": "function"}, r"task.rewards.0.name: expected module:function, got ''"),
+        ({"kind": "function"}, r"task.rewards.0.name: expected FILE.py:function or module:function, got ''"),
         ({"kind": "function", "name": "no_such_module:f"}, r"task.rewards.0.name: cannot import 'no_such_module'"),
         ({"kind": "function", "name": "sys:no_such"}, r"task.rewards.0.name: sys has no function 'no_such'"),
         ({"kind": "function", "name": "builtins:max"}, r"task.rewards.0.name: the arguments of builtins:max are unkn"),
