@@ -70,7 +70,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     curves: dict[str, list[Point]]  #: by heading
 
 
-class Setting(msgspec.Struct, frozen=True):
+class DifferingSetting(msgspec.Struct, frozen=True):
     """A setting that differs, with its value in each run as JSON."""
 
     key: str
@@ -93,7 +93,7 @@ class Comparison(msgspec.Struct, frozen=True):
     """All that is shown."""
 
     runs: list[RunRow]
-    settings: list[Setting]
+    settings: list[DifferingSetting]
     differences: list[Difference]
     not_paired: list[str]  #: why scores have no difference
 
@@ -109,10 +109,10 @@ async def compare(paths: Sequence[Path]) -> Comparison:
     return Comparison(runs, [*_settings(configs)], differences, not_paired)
 
 
-def _settings(configs: Sequence[Mapping[str, str]]) -> Iterator[Setting]:
+def _settings(configs: Sequence[Mapping[str, str]]) -> Iterator[DifferingSetting]:
     """Yield the keys whose values differ, those that alter the experiment first."""
     keys = dict.fromkeys(key for config in configs for key in config)
-    found = [Setting(key, [c.get(key, UNSET) for c in configs], not is_operational(key)) for key in keys]
+    found = [DifferingSetting(key, [c.get(key, UNSET) for c in configs], not is_operational(key)) for key in keys]
     yield from sorted((one for one in found if len({*one.values}) > 1), key=lambda one: not one.alters_experiment)
 
 

@@ -44,7 +44,8 @@ class Shorthand:
     def _settings(self, task: dict[str, Any], *, has_config: bool) -> Iterator[str]:
         if self.model is not None:
             yield f"model.path={_quoted(self.model)}"
-            yield 'model.revision=""'  # that of the file's model
+            if has_config:
+                yield 'model.revision=""'  # the file's is that of another model
         if self.data is not None:
             _require_one(task, "sources", option="--data")
             yield f"task.sources=[{_table(source_of(self.data))}]"

@@ -87,7 +87,7 @@ def test_an_option_for_one_of_several_is_refused(tmp_path: Path, options: dict[s
     file.write_text("[[task.sources]]\n[[task.sources]]\n[[task.rewards]]\n[[task.rewards]]\n")
     with pytest.raises(ConfigError, match=says):
         Shorthand(**options).settings(file)
-    assert Shorthand(model="m").settings(file) == ['model.path="m"']
+    assert Shorthand(model="m").settings(file) == ['model.path="m"', 'model.revision=""']
 
 
 @pytest.mark.parametrize("text", ["task = 3\n", "task = []\n", '[task]\nsources = "x"\n'])

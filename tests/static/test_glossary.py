@@ -37,6 +37,7 @@ ELSEWHERE = {
     "return": {"controller", "embedded"},  # of a lost server; SGLang's fields
     "sample": {
         "app",
+        "cli",
         "config",
         "controller",
         "core",
@@ -51,6 +52,7 @@ ELSEWHERE = {
     "sync": {"files.py", "journal", "sim"},  # of a file, to the disk; the strategy
     "task": {
         "app",
+        "cli",
         "config",
         "controller",
         "environments",

@@ -97,7 +97,7 @@ def test_an_evaluation_says_how_many_rows_it_lacks_and_why(tmp_path: Path) -> No
     source = write(tmp_path / "rows.jsonl", [BAD["no JSON"], *GOOD])
     config = load(None, ["task.max_prompt_tokens=20"], environ={})
     config = config.model_copy(update={"eval": EvalConfig(sets=(EvalSetConfig(source=source),))})
-    [held_out] = open_evaluations(config, load_tokenizer(seed_path())).sets
+    [held_out] = open_evaluations(config.eval, config.task, load_tokenizer(seed_path())).sets
     assert (len(held_out.prompts), held_out.num_skipped) == (199, 0)
     assert [text.partition(": ")[0] for text in held_out.unreadable] == [f"{tmp_path}/rows.jsonl:1"]
 
