@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ class Slurm:
         variables = environment() | {
             "SLURM_CONF": f"{self.folder}/slurm.conf",
             "DORA_TOKEN_FILE": f"{self.folder}/token",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # the script calls `dora`
         }
         line = ["nsenter", "--all", f"--target={self.pid}", "env", f"--chdir={self.folder}", *argv]
         return subprocess.run(line, env=variables, capture_output=True, text=True, check=False)
