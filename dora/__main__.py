@@ -4,6 +4,7 @@ Invariant: Ctrl-C at any time, even during imports, ends the process with exit c
 """
 
 import os
+import signal
 import sys
 
 _INTERRUPTED = 130
@@ -12,6 +13,7 @@ _INTERRUPTED = 130
 def main() -> None:
     """Run the command line."""
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # dora.jobs starts commands with it blocked
         if sys.argv[1:2] == ["--complete"]:  # at every Tab in a shell: nothing else is imported
             from dora.completion.complete import main as complete
 

@@ -45,6 +45,7 @@ def start(arguments: Sequence[str], *, output: Path) -> int:
             ],
             setsid=True,
             setsigdef=[signal.SIGINT],
+            setsigmask=[signal.SIGINT],  # until `dora` handles it: the start of an interpreter does not
         )
     return pid
 
