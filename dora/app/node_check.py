@@ -122,25 +122,30 @@ async def _report_links(cluster: Cluster, manifest: Manifest, report: Report) ->
     """
     began = time.monotonic()
     cluster.spread.hold(manifest)
-    makers = cluster.places[:1]
-    waiting = [p for p in cluster.places if p.report is not None and (not p.has_ranks or p in makers)]
+    waiting = [p for p in cluster.places if p.report is not None and (not p.has_ranks or p.number == 0)]
+    lacking: list[Place] = []
     rates: dict[int, float] = {}
     try:
         async with asyncio.timeout(ARRIVAL_TIMEOUT_S):
             while waiting:
-                await cluster.wait_until(lambda: any(map(_has_it, waiting)))
-                for place in [place for place in waiting if _has_it(place)]:
+                await cluster.wait_until(lambda: any(map(_is_decided, waiting)))
+                for place in [place for place in waiting if _is_decided(place)]:
                     waiting.remove(place)
+                    if place.report is None:
+                        lacking.append(place)
+                        continue
                     seconds = time.monotonic() - began
                     rates[place.number] = rate = manifest.num_bytes / seconds
                     text = f"{size_text(manifest.num_bytes)} after {seconds:.2f} s ({size_text(rate)} per second)"
                     report("version", f"{place.name}: {text}")
     except TimeoutError:
-        for place in waiting:
-            problem = place.report.problem if place.report is not None else place.lost
-            report("version", f"{place.name}: NOT RECEIVED within {ARRIVAL_TIMEOUT_S:g} s; {problem}")
-    return None if waiting else rates
+        lacking += waiting
+    for place in lacking:
+        reason = place.lost if place.report is None else place.report.problem or f"not within {ARRIVAL_TIMEOUT_S:g} s"
+        report("version", f"{place.name}: NOT RECEIVED: {reason}")
+    return None if lacking else rates
 
 
-def _has_it(place: Place) -> bool:
-    return place.report is not None and FIRST_VERSION in place.report.versions
+def _is_decided(place: Place) -> bool:
+    """Whether a node has the model, or is lost."""
+    return place.report is None or FIRST_VERSION in place.report.versions

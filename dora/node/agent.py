@@ -150,7 +150,9 @@ class _Agent:
     def _complain_once(self) -> None:
         if not self._followed and not self._has_complained and time.monotonic() - self._began > COMPLAIN_S:
             self._has_complained = True
-            self._settings.tell("no answer yet; is the controller running, and has it the same DORA_TOKEN?")
+            self._settings.tell(
+                "no answer yet; is the controller running, has it the same DORA_TOKEN, and a place for this node?"
+            )
 
     async def _introduce(self) -> None:
         """Join wherever no controller is heard."""

@@ -389,7 +389,7 @@ def _open_store(stack: AsyncExitStack, settings: NodeSettings, welcome: NodeWelc
         group=config.run.group,
     )
     if memory != durable:
-        stack.enter_context(claim(memory, durable_root=durable))
+        stack.enter_context(claim(memory))  # whatever is only here is lost with this process
     store = VersionStore(memory_root=memory, durable_root=durable)
     stack.callback(store.close)
     store.sweep()

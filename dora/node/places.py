@@ -19,8 +19,9 @@ from dora.node.place import Place
 
 #: Time for which a new run waits for all nodes, before it gives places to those that are there.
 GATHER_S: Final = 30.0
-#: Time for which a node asks for a name that another one has, before it is rejected.
-NAMED_S: Final = 30.0
+#: Time for which a node asks for a name or a place that another one has, before it is rejected: the other one may be
+#: lost already.
+TAKEN_S: Final = 30.0
 #: Time that nodes of an earlier start have to come back before others may take their places.
 COME_BACK_S: Final = 15.0
 
@@ -115,12 +116,13 @@ class Places(Sequence[Place]):
         return place, reason
 
     def _find(self, name: str, identity: bytes, *, now: float, asked_at: float) -> tuple[Place | None, str]:
+        is_late = now - asked_at > TAKEN_S
         for place in self:
             if place.identity == identity:
                 return place, ""
             if place.name == name and place.identity is not None and not place.is_silent:
                 reason = f"another node is named {name}; give it another name (--name)"
-                return None, reason if now - asked_at > NAMED_S else ""
+                return None, reason if is_late else ""
             if place.name == name:
                 return place, ""
         vacant = [place for place in self if place.identity is None]
@@ -130,7 +132,7 @@ class Places(Sequence[Place]):
             vacant = [self._add()]
         if not vacant:
             is_full = all(place.identity is not None for place in self)
-            return None, f"the run has its {self._config.max_nodes} nodes (nodes.max)" if is_full else ""
+            return None, f"the run has its {self._config.max_nodes} nodes (nodes.max)" if is_full and is_late else ""
         return min(vacant, key=lambda place: (place.name != "", place.number)), ""
 
     def _is_gathering(self, now: float) -> bool:

@@ -283,11 +283,16 @@ class Relay:
     def _read(
         self, key: str, name: str, path: Path, size: int | None, start: int, stop: int
     ) -> tuple[bytes, dict[str, str]]:
-        """Return bytes of a file, none behind its end, and the headers that describe them."""
+        """Return bytes of a file, none behind its end, and the headers that describe them.
+
+        TimeoutError if its fetch has just begun anew, or ended.
+        """
         try:
             file = foreign.open_regular(path)
         except FileNotFoundError:  # it was made visible a moment ago
-            file = foreign.open_regular(self._complete(key, name) or path)
+            if (visible := self._complete(key, name)) is None:
+                raise TimeoutError from None
+            file = foreign.open_regular(visible)
         with file:
             size = os.fstat(file.fileno()).st_size if size is None else size
             piece = os.pread(file.fileno(), max(0, min(stop, size) - start), start)

@@ -8,6 +8,8 @@ import struct
 from functools import partial
 from typing import Final
 
+import zmq
+
 from dora.transport.codec import encode
 from dora.transport.messages import Message
 from tests.cluster.network import Host
@@ -83,6 +85,7 @@ async def _trickle(address: str, port: int, data: bytes) -> None:
 
 def _send(url: str, token: str | None, messages: tuple[Message, ...]) -> None:
     with raw_peer(url, token=token) as peer:
-        for message in messages:
-            peer.send_multipart(encode(message))
+        with contextlib.suppress(zmq.Again):  # ZeroMQ may have given the connection up
+            for message in messages:
+                peer.send_multipart(encode(message), zmq.NOBLOCK)
         assert not peer.poll(2_000), "an answer to a stranger"

@@ -105,6 +105,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "dora/weights/relay.py",
         "tests/weights/test_relay.py",
         (
+            "a file that begins anew is said to be missing",
+            "                raise TimeoutError from None\n            file = foreign",
+            "                raise\n            file = foreign",
+            "test_a_file_that_begins_anew_at_this_moment_is_not_said_to_be_missing",
+        ),
+        (
             "any file in a version's folder is served",
             "is_named = name in self._store.manifest(VersionId(int(folder))).files",
             "is_named = True",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -351,6 +352,19 @@ async def test_what_an_earlier_process_of_the_node_left_is_not_used(tmp_path: Pa
             assert (joined.versions, [*own.live(), *own.durable()]) == ({}, [])
 
 
+async def test_versions_of_a_node_that_was_killed_are_deleted_by_the_next_one_on_its_host(tmp_path: Path) -> None:
+    with Hub() as there:
+        async with agent(tmp_path / "killed", there.address):
+            paths = (await there.welcome(job(tmp_path))).paths
+            own = VersionStore(memory_root=Path(paths.memory_root), durable_root=Path(paths.durable_root))
+            publish(own, 3)
+            memory = Path(paths.memory_root)
+            left = Path(shutil.copytree(memory, memory.with_name("dora-another-run-0")))  # a copy has no lock
+        async with agent(tmp_path / "next", there.address):
+            await there.welcome(job(tmp_path))
+            assert left.name not in os.listdir(memory.parent)
+
+
 # -- the end
 
 
@@ -375,7 +389,9 @@ async def test_a_node_that_finds_no_controller_ends(tmp_path: Path, monkeypatch:
             with pytest.raises(RunFailed, match="has it the same DORA_TOKEN"):
                 async with asyncio.timeout(WAIT_S):
                     await asyncio.shield(here.ended)
-    assert here.told == ["no answer yet; is the controller running, and has it the same DORA_TOKEN?"]
+    assert here.told == [
+        "no answer yet; is the controller running, has it the same DORA_TOKEN, and a place for this node?"
+    ]
 
 
 async def test_a_node_that_is_told_to_leave_stays_until_it_is_let_go(tmp_path: Path) -> None:

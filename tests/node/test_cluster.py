@@ -38,7 +38,7 @@ ONE = ("nodes.expected=1", "nodes.train=0", "nodes.max=3", "rollout.max_stalenes
 def beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """A controller that beats often, and is patient otherwise."""
     monkeypatch.setattr(cluster_module, "BEAT_S", 0.02)
-    for name in ("GATHER_S", "NAMED_S", "COME_BACK_S"):
+    for name in ("GATHER_S", "TAKEN_S", "COME_BACK_S"):
         monkeypatch.setattr(places_module, name, WAIT_S)
 
 
@@ -90,7 +90,7 @@ async def test_a_name_is_rejected_while_a_node_that_is_alive_has_it(
             refused = asyncio.create_task(second.refused())
             await asyncio.wait({alive, refused}, timeout=0.5)
             assert not refused.done()  # a node that was killed may come back under its name
-            monkeypatch.setattr(places_module, "NAMED_S", 0.0)
+            monkeypatch.setattr(places_module, "TAKEN_S", 0.0)
             assert await refused == "another node is named n; give it another name (--name)"
             await there.cluster.end("done")
             await alive
@@ -128,7 +128,8 @@ async def test_a_node_of_another_run_gets_no_answer(tmp_path: Path) -> None:
             assert [place.name for place in there.cluster.places] == ["b"]
 
 
-async def test_more_nodes_join_up_to_the_limit(tmp_path: Path) -> None:
+async def test_more_nodes_join_up_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places_module, "TAKEN_S", 0.0)
     async with controller(tmp_path, *ONE, "nodes.max=2") as there:
         there.cluster.on_new_servers = lambda place: 40 + place.number
         with ExitStack() as stack:
@@ -336,6 +337,15 @@ async def test_a_node_is_lost_after_the_lease_and_another_one_takes_its_place(tm
             assert there.cluster.places[0].name == "b"
 
 
+async def test_a_replacement_that_comes_before_the_loss_is_known_waits_for_the_place(tmp_path: Path) -> None:
+    async with controller(tmp_path, *ONE, "nodes.max=1", "nodes.lease_s=0.5") as there:
+        with Peer(there.address, "a") as first, Peer(there.address, "b") as second:
+            await first.take_part()
+            asking = asyncio.create_task(second.join())
+            await there.until_lost(0)
+            assert (await asking).first_instance == 0
+
+
 async def test_a_node_that_has_ended_is_lost_before_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[bool | None] = [True, None, None]  # then none listens there
 
@@ -405,7 +415,9 @@ async def test_the_end_of_the_run_is_told_to_every_node(tmp_path: Path) -> None:
 KNOWN = {"a": KnownNode(0, None, 1), "b": KnownNode(1, 0, 1), "z": KnownNode(2, 5, 1)}
 
 
-async def test_nodes_of_an_earlier_start_come_back_to_their_places(tmp_path: Path) -> None:
+async def test_nodes_of_an_earlier_start_come_back_to_their_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with controller(tmp_path, known=KNOWN, term=1) as there:
         with ExitStack() as stack:
             new, b, z = (stack.enter_context(Peer(there.address, name)) for name in ("0", "b", "z"))
@@ -414,6 +426,7 @@ async def test_nodes_of_an_earlier_start_come_back_to_their_places(tmp_path: Pat
             assert not refused.done()
             assert [place.name for place in there.cluster.places] == ["a", "b", "z"]
             assert (await stack.enter_context(Peer(there.address, "a")).join()).first_instance == -1
+            monkeypatch.setattr(places_module, "TAKEN_S", 0.0)
             assert await refused == "the run has its 3 nodes (nodes.max)"
 
 

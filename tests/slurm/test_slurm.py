@@ -27,7 +27,7 @@ ROOT: Final = Path(__file__).parents[2]
 TOOLS: Final = ("slurmctld", "slurmd", "munged", "unshare", "nsenter", "ip")
 NODES: Final = 3
 END_S: Final = 600.0
-#: So many that the other job is scheduled, and its node has joined, long before the last one.
+#: Enough for the other job to be scheduled, and for its node to join, before the run ends.
 STEPS: Final = 120
 
 

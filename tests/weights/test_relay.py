@@ -138,6 +138,27 @@ async def test_a_piece_is_served_at_the_moment_in_which_its_version_becomes_visi
             await fetching
 
 
+async def test_a_file_that_begins_anew_at_this_moment_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    """Who hears that a node does not have a file never asks it for that file again."""
+    maker, a = store_at(tmp_path / "maker"), store_at(tmp_path / "a")
+    manifest = publish(maker)
+    async with (
+        asyncio.timeout(WAIT_S),
+        node(maker, after=5 * PIECE) as (_, from_maker),
+        node(a) as (relay_a, from_a),
+        asyncio.TaskGroup() as tasks,
+    ):
+        tasks.create_task(relay_a.fetch(manifest, lambda: [from_maker.source()]))
+        last = f"Range: bytes={3 * PIECE}-{3 * PIECE + 9}"  # of the pieces that the maker does not hold back
+        assert (await ask(from_a.url, WEIGHTS, last))[0] == 206
+        [arriving] = a.memory_root.glob("*/model.safetensors")
+        moved = arriving.rename(arriving.with_name("elsewhere"))
+        assert (await ask(from_a.url, WEIGHTS, START))[0] == 503
+        moved.rename(arriving)
+        from_maker.open()
+    assert held(a) == FILES
+
+
 # -- broken links and false sources -----------------------------------------------------------------------------------
 
 
