@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from dora.app.trial_push import Held, push_once
-from dora.cli.serve import model_folder
 from dora.config.load import load
 from dora.engine.engines import open_engine
 from dora.errors import ConfigError
+from dora.seed.policy import model_folder
 from tests.e2e.runs import assert_one_clear_error, command, environment, get, run_to_end, settings, until
 
 pytestmark = pytest.mark.deep
