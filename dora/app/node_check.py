@@ -18,7 +18,7 @@ from typing import Final
 
 from dora.app.checkpoint_time import WriteRate, checkpoint_bytes, interval_s, time_of_checkpoint
 from dora.app.estimate import Shapes, size_text
-from dora.app.fetch import fetch_models
+from dora.app.fetch import fetch_models, fetch_small
 from dora.app.nodes import connects, require_token
 from dora.app.opening import publish_model
 from dora.app.settings import live_bytes
@@ -46,6 +46,7 @@ async def check_nodes(config: Config, report: Report) -> bool:
     require_token(config)
     if not config.nodes.expected:
         raise ConfigError("--nodes: nodes.expected is 0, so the run has no nodes; set it")
+    config = await asyncio.to_thread(fetch_small, config)  # names the commit, so that all nodes have the same
     model, _ = await fetch_models(config, tell=partial(report, "download"))
     with tempfile.TemporaryDirectory(prefix="dora-check-") as folder:
         root = Path(folder)

@@ -15,7 +15,7 @@ import msgspec
 from dora.transport.messages import Message
 
 #: Raised with each change of the messages below `Join`.
-NODE_PROTOCOL: Final = 1
+NODE_PROTOCOL: Final = 2
 #: In place of a host in a `RelaySource`: that of the controller, by whatever name the node reaches it.
 CONTROLLER_HOST: Final = "controller.invalid"
 

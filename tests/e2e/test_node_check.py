@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,21 +17,24 @@ pytestmark = pytest.mark.deep
 NODES = {"nodes__expected": 2, "nodes__servers": 2, "nodes__address": "tcp://127.0.0.1:0", "rollout__max_staleness": 1}
 
 
-def checked(folder: Path, **changes: object) -> tuple[int, str]:
-    """The exit code and the output of the check, with both nodes there."""
-    env = environment() | {"DORA_TOKEN": "token"}
+def checked(
+    folder: Path, env_of: Callable[[str], dict[str, str]] = lambda name: environment(), **changes: object
+) -> tuple[int, str]:
+    """The exit code and the output of the check, with both nodes there. `env_of`: the variables of each process."""
+    token = {"DORA_TOKEN": "token"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with ExitStack() as stack:
         words = command("check", "--nodes", *settings(run__folder=folder / "runs", **NODES, **changes))
-        check = stack.enter_context(subprocess.Popen(words, env=env, **pipes))
+        check = stack.enter_context(subprocess.Popen(words, env=env_of("check") | token, **pipes))
         stack.callback(check.kill)
         assert check.stdout is not None
-        first = check.stdout.readline()
-        found = re.search(r"waiting for nodes at tcp://(\S+)", first)
-        assert found is not None, first
+        lines = iter(check.stdout.readline, "")
+        found = next(filter(None, (re.search(r"waiting for nodes at tcp://(\S+)", line) for line in lines)), None)
+        assert found is not None, "it ended"
         for name in ("a", "b"):
             words = command("node", "--name", name, "--folder", str(folder / name))
-            node = stack.enter_context(subprocess.Popen(words, env=env | {"DORA_CONTROLLER": found[1]}))
+            variables = env_of(name) | token | {"DORA_CONTROLLER": found[1]}
+            node = stack.enter_context(subprocess.Popen(words, env=variables))
             stack.callback(node.kill)
         told, _ = check.communicate(timeout=60)
     return check.returncode, told
