@@ -27,6 +27,7 @@ from dora.jobs.start import call, last_words, reap, start
 from dora.journal.run_folder import RunFolder
 from dora.node.holder import Holder, find_process, hold_run, note_holder, read_holder
 from dora.observe.sentence import sentence
+from tests.e2e.runs import heed_ctrl_c
 
 #: A process that has a file open until its input ends or it is interrupted.
 HOLDS = """
@@ -56,6 +57,7 @@ def holder_of(folder: RunFolder, *, opens: Path | None = None) -> Iterator[subpr
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        preexec_fn=heed_ctrl_c,
     )
     with process:
         try:
