@@ -12,10 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from typer.main import get_command
 
 import dora
-from dora.cli.app import app
+from tests.e2e.runs import heed_ctrl_c
 
 pytestmark = pytest.mark.deep
 
@@ -53,7 +52,9 @@ def test_check_returns_its_findings_and_makes_no_folder(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_stops_the_command_and_its_processes() -> None:
-    script = subprocess.Popen([sys.executable, "-c", SIMULATES], stderr=subprocess.PIPE, text=True)
+    script = subprocess.Popen(
+        [sys.executable, "-c", SIMULATES], stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c
+    )
     with script:
         started: list[psutil.Process] = []
         deadline = time.monotonic() + 60
@@ -67,7 +68,6 @@ def test_an_interrupt_stops_the_command_and_its_processes() -> None:
     assert [process for process in started if process.is_running()] == []
 
 
-@pytest.mark.skipif("eval" not in get_command(app).commands, reason="this version has no `dora eval`")  # type: ignore[attr-defined]
 def test_evaluate_returns_the_results_and_their_folder(tmp_path: Path) -> None:
     results = dora.evaluate(SMALL, model="seed", run__folder=tmp_path)
     assert results["folder"].parent == tmp_path.resolve()
