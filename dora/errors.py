@@ -13,10 +13,17 @@ Any other exception that escapes is a bug, and its traceback may be shown.
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 #: Maximum number of characters of a text from a file or another process.
 _LONGEST: Final = 1_000
+_VARIABLE: Final = re.compile(r"""'[^']*'|"[^"]*"|(?<![\w:])\d+(?:\.\d+)?""")
+
+
+def kind_of(failure: str) -> str:
+    """Return what failures with one cause have in common: the text without quotations and numbers."""
+    return _VARIABLE.sub("…", failure)
 
 
 def one_line(text: object) -> str:

@@ -31,8 +31,8 @@ REPORT_S: Final = 0.5
 _IDENTIFIER: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _FILE: Final = re.compile(r".*\.[A-Za-z]\w*")  # unlike "Qwen2.5-0.5B"
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
-#: Folders for downloads: a path into one of them is meant as a path.
-_LOCAL: Final = ("models", "data")
+#: Usual folders: a path into one of them is meant as a path.
+_LOCAL: Final = ("models", "data", "runs")
 _WORDS: Final = {"model": "model", "dataset": "data set"}
 
 

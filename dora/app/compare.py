@@ -205,7 +205,11 @@ def _scored(folder: RunFolder) -> _Scored | str:
         held_out = HeldOut(folder)
     except DoraError as err:
         return str(err)
-    return _Scored(held_out) if held_out.versions else f"{folder.root.name}: no evaluation has ended"
+    if held_out.versions:
+        return _Scored(held_out)
+    if held_out.sets:
+        return f"{folder.root.name}: no evaluation has ended"
+    return f"{folder.root.name}: has no held-out sets; dora eval --model {folder.root} scores it"
 
 
 def _difference(first: _Scored, other: _Scored, facts: SetFacts, *, index: int) -> Difference | str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from dora.app.export import stored_version
-from dora.config.schema import Config, EvalSetConfig
+from dora.config.schema import Config, EvalSetConfig, RunConfig
 from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.journal.run_folder import RunFolder
@@ -33,25 +33,28 @@ def version_named(name: str) -> tuple[RunFolder, Path] | None:
     return folder, store.folder(chosen)
 
 
-def evaluation_of(
-    config: Config, *, samples: int | None = None, prompts: int | None = None, of_task: bool = False
-) -> Config:
+def evaluation_of(config: Config, *, samples: int | None = None, prompts: int | None = None) -> Config:
     """Return a configuration without steps as that of an evaluation.
 
     `samples`: answers per prompt. Greedy sets are then sampled at `rollout.temperature`, as their answers would all be
-    equal. `prompts`: largest number per set. `of_task`: score the task's sources instead of the held-out sets.
+    equal. `prompts`: largest number per set. Without held-out sets, the task's sources are scored.
     """
-    sets = config.eval.sets if config.eval.sets and not of_task else _sets_of_task(config)
+    sets = config.eval.sets or _sets_of_task(config)
     chosen = [_adapted(one, samples=samples, prompts=prompts, temperature=config.rollout.temperature) for one in sets]
     num_answers = sum(one.prompts * one.samples for one in chosen)
     kept = max(config.log.trajectories_per_step, min(num_answers, MAX_KEPT))
     return config.model_copy(
         update={
-            "run": config.run.model_copy(update={"name": f"{config.run.name.removesuffix('-eval')}-eval"}),
+            "run": evaluation_name(config.run),
             "eval": config.eval.model_copy(update={"sets": tuple(chosen)}),
             "log": config.log.model_copy(update={"trajectories_per_step": kept}),
         }
     )
+
+
+def evaluation_name(run: RunConfig) -> RunConfig:
+    """Return the settings with the name of an evaluation, which is not taken for a run of the same name."""
+    return run.model_copy(update={"name": f"{run.name.removesuffix('-eval')}-eval"})
 
 
 def _sets_of_task(config: Config) -> list[EvalSetConfig]:
@@ -76,9 +79,11 @@ def _adapted(one: EvalSetConfig, *, samples: int | None, prompts: int | None, te
     return one.model_copy(update=update)
 
 
-def overrides_of(*, model: str | Path | None, urls: Sequence[str]) -> list[str]:
+def overrides_of(*, model: str | Path | None, urls: Sequence[str], of_task: bool) -> list[str]:
     """Return the settings, as `key=value`, that every evaluation has, and those that these options stand for."""
     found = ["status.port=0", "engine.instances=0", "nodes.expected=0"] if urls else ["status.port=0"]
+    if of_task:
+        found.append("eval.sets=[]")  # they may be of another task
     if urls:
         found.append(f"engine.urls={json.dumps(list(urls))}")
     if model is not None:

@@ -21,7 +21,7 @@ from dora.core import events as ev
 from dora.core.ids import TrajectoryId, VersionId, evaluation_id
 from dora.core.state import State
 from dora.core.tables import Trajectory
-from dora.errors import ConfigError, RunFailed, one_line
+from dora.errors import ConfigError, RunFailed, kind_of, one_line
 from dora.journal.codec import Note
 from dora.journal.reader import Journal
 from dora.journal.replay import replay
@@ -210,8 +210,9 @@ def set_result(facts: SetFacts, answers: Sequence[Sequence[HeldOutAnswer]]) -> S
 
 
 def _by_cause(failures: Sequence[str]) -> dict[str, int]:
-    """Count failures by cause, the most frequent ones first."""
-    counts = Counter(failures).most_common()
+    """Count failures by cause, the most frequent ones first. A cause is told as its first failure."""
+    first: dict[str, str] = {}
+    counts = Counter(first.setdefault(kind_of(failure), failure) for failure in failures).most_common()
     found = dict(counts[:MAX_CAUSES])
     if len(counts) > MAX_CAUSES:
         found["other causes"] = sum(count for _, count in counts[MAX_CAUSES:])

@@ -168,7 +168,10 @@ def evaluate(
     answer: Answer = None,
     reward: Reward = None,
     of_task: Annotated[
-        bool, typer.Option("--task", help="Score prompts of task.sources, also if there are held-out sets.")
+        bool,
+        typer.Option(
+            "--task", help="Score prompts of task.sources, also if there are held-out sets. Implied by --data."
+        ),
     ] = False,
     resume: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Continue this evaluation, or show its results if it has ended.")
@@ -194,7 +197,7 @@ def evaluate(
             urls=urls or [],
             samples=samples,
             prompts=prompts,
-            of_task=of_task,
+            of_task=of_task or data is not None,
             trust_folder=trust_folder,
             into=into,
         )

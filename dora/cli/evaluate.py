@@ -37,13 +37,13 @@ def evaluate(
     into: Path | None,
 ) -> None:
     named = version_named(model) if model is not None else None
-    settings = overrides_of(model=named[1] if named is not None else model, urls=urls)
+    settings = overrides_of(model=named[1] if named is not None else model, urls=urls, of_task=of_task)
     run = named[0] if named is not None and config_path is None else None
     path = run.config if run is not None else config_path
     config = load(path, [*settings, *overrides, "run.steps=0"], environ=os.environ)
     if run is not None and not trust_folder:
         require_trust(run, config, named=executed(config), to="an evaluation")
-    config = evaluation_of(config, samples=samples, prompts=prompts, of_task=of_task)
+    config = evaluation_of(config, samples=samples, prompts=prompts)
     with ExitStack() as held:
         reserved = RunFolder.reserved(into) if into is not None else None
         if reserved is not None:

@@ -10,6 +10,7 @@ from dora.errors import one_line
 from dora.journal.run_folder import RunFolder
 from dora.observe.episodes import by_cause
 from dora.observe.scores import Score
+from dora.observe.sentence import with_observations
 from dora.observe.snapshot import Snapshot
 from dora.status.frame import by_set, idle_text, mean_text, moves
 
@@ -27,7 +28,7 @@ def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:
         rewards = ", ".join(f"{mean_text(score)} at version {score.version}" for score in ends)
         lines.append(f"  held-out reward ({name}): {rewards}{_left_out(ends[-1])}")
     lines.append(
-        f"  {now.num_tokens:,} tokens sampled, {now.num_trained_tokens:,} trained "
+        f"  {now.num_tokens:,} tokens sampled, {now.num_trained_tokens:,} trained{with_observations(now)} "
         f"({now.num_trained_tokens / max(now.uptime_s, 1e-9):,.0f} per second over the whole run)"
     )
     if idle := idle_text(now):

@@ -66,6 +66,8 @@ def load(
     source: Path | Mapping[str, Any] | None, overrides: Sequence[str] = (), *, environ: Mapping[str, str]
 ) -> Config:
     """Return the defaults, overlaid in turn by a file or its tables, each `a.b=value`, and the secrets in `environ`."""
+    if bad := [override for override in overrides if "=" not in override]:
+        raise ConfigError(f"--set {bad[0]}: expected SECTION.NAME=VALUE")
     path = source if isinstance(source, Path) else None
     data = Config().model_dump(mode="json")
     data["objective"] = {}  # the defaults of its keys depend on the keys that are given
@@ -138,6 +140,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         found = re.search(r"^(.*) \(at line (\d+), column (\d+)\)$", str(err))
         text = f"{path}:{found[2]}:{found[3]}: {found[1]}" if found else f"{path}: {err}"
         hint = "; a configuration is TOML" if path.suffix in (".yaml", ".yml", ".json") else ""
+        if path.suffix in (".jsonl", ".ndjson", ".parquet", ".csv"):
+            hint = "; a configuration is TOML, and data is given as --data FILE"
         raise ConfigError(f"{text}{hint}") from err
     except (ValueError, RecursionError) as err:  # a number with thousands of digits; deeply nested lists
         raise ConfigError(f"{path}: {err}") from err
@@ -345,7 +349,8 @@ def _nearest(key: str, *, loc: tuple[int | str, ...]) -> str:
     """Suggest a valid key: a similar one in the same table, else a very similar one in another section."""
     parent, _, name = key.rpartition(".")
     siblings = _keys(_model_at(loc[:-1]))
-    if near := get_close_matches(name, siblings, n=1):
+    initials = [key for key in siblings if "".join(word[0] for word in key.split("_")) == name]
+    if near := get_close_matches(name, siblings, n=1) or initials:
         return f"did you mean {parent + '.' if parent else ''}{near[0]}?"
     home = {n: f"{section}.{n}" for section in Config.model_fields for n in _keys(_model_at((section,)))}
     if near := get_close_matches(name, home, n=1, cutoff=_MIN_SIMILARITY):

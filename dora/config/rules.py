@@ -224,7 +224,7 @@ def _reward_problems(config: Config) -> Iterator[str]:
             if source.kind not in ("arithmetic", "seeds"):
                 yield (
                     f"task.rewards: nothing scores the answers to task.sources.{index}; add a term, such as "
-                    '[[task.rewards]] with kind = "math"'
+                    '[[task.rewards]] with kind = "math" (--reward math)'
                 )
     for i, one in held_out:
         label = {f"eval.sets.{i}.source": one.source.label}

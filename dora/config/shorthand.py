@@ -38,7 +38,8 @@ class Shorthand:
     def settings(self, config: Path | None) -> list[str]:
         """Return the options as `--set`s. ConfigError if the file has several sources or rewards, of which an option
         could mean any."""
-        task = read_toml(config).get("task") if config is not None else None
+        given = (self.data, self.prompt, self.answer, self.reward)
+        task = read_toml(config).get("task") if config is not None and any(one is not None for one in given) else None
         return [*self._settings(task if isinstance(task, dict) else {}, has_config=config is not None)]
 
     def _settings(self, task: dict[str, Any], *, has_config: bool) -> Iterator[str]:

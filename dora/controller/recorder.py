@@ -124,18 +124,18 @@ class Recorder:
     def _note_problems(self, event: ev.Event) -> None:
         match event:
             case ev.TrajectoryGraded(reason=reason) if reason:
-                self._note_problem("not_graded", reason.removeprefix("error: "))
+                self._note_problem("not_graded", reason.removeprefix("error: "), is_failure=True)
             case ev.CallFinished(failed=failed) if failed:
-                self._note_problem("environment_failed", failed)
+                self._note_problem("environment_failed", failed, is_failure=True)
             case ev.PromptsArrived(first=first, num_prompt_tokens=counts) if not all(counts):
                 for group in range(first, first + len(counts)):
                     prompt = self._trajectories.prompts.get(GroupId(group))
                     if prompt is not None and prompt.skipped:
                         self._note_problem("prompt_skipped", prompt.skipped)
 
-    def _note_problem(self, name: str, reason: str) -> None:
+    def _note_problem(self, name: str, reason: str, *, is_failure: bool = False) -> None:
         """Show a problem in the status and, the first time, log a warning."""
-        if self._facts.note_problem(f"{name.replace('_', ' ')}: {reason}"):
+        if self._facts.note_problem(f"{name.replace('_', ' ')}: {reason}", is_failure=is_failure):
             log.warning(name, reason=reason)
 
     def _keep(self, kept: Iterator[KeptTrajectory]) -> list[Lines]:

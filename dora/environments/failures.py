@@ -12,7 +12,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from dora.errors import RunFailed
+from dora.errors import RunFailed, kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,8 @@ class Failures:
         endings.append(reason)
         num_failed = sum(map(bool, endings))
         if num_failed > self._limits.budget * self._limits.window:
-            commonest, times = Counter(filter(None, endings)).most_common(1)[0]
+            [(kind, times)] = Counter(kind_of(ending) for ending in endings if ending).most_common(1)
+            commonest = next(ending for ending in endings if kind_of(ending) == kind)
             raise RunFailed(
                 f"{self._field}: {num_failed} of the last {len(endings)} episodes of source '{source}' "
                 f"failed in the environment; {times} of them: {commonest}"

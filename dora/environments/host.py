@@ -91,6 +91,9 @@ def build(setup: dict[str, Any]) -> Callable[[], Environment]:
         environment = maker(**setup["options"])
         if not isinstance(environment, Environment):
             raise TypeError(f"it made {type(environment).__name__}, not an Environment")
+        for name in ("reset", "step"):
+            if getattr(type(environment), name) is getattr(Environment, name):
+                raise TypeError(f"{type(environment).__name__} has no method '{name}'")
         return environment
 
     try:

@@ -158,6 +158,11 @@ def _recognize(tokenizer: Tokenizer, options: Mapping[str, Any]) -> Renderer:
 
     With `model.thinking` only first prompts are compared: without thinking, families keep marks that a template drops.
     """
+    if not tokenizer.has_chat_template:
+        raise ConfigError(
+            f"model.path: {tokenizer.folder} has no chat template, which episodes of several turns need; use a "
+            "model that has one ('seed-tools' is a small one), or name its family in environment.renderer"
+        )
     plain = replace(tokenizer, thinking=None)
     left = [*_candidates(plain, options)]
     for name in probes.PROBES:

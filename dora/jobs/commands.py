@@ -13,6 +13,7 @@ import msgspec
 import tomli_w
 
 from dora import foreign
+from dora.app.evaluate import evaluation_name
 from dora.config.load import dump
 from dora.errors import ConfigError
 from dora.jobs.rows import Rows
@@ -87,7 +88,10 @@ def evaluate(
 
     `model`: a folder, a hub id, or a run, whose newest version is scored.
     """
-    folder = reserve(configuration(config, settings))
+    if samples is not None and samples < 1:
+        raise ConfigError(f"samples: {samples} is not a number of answers; use at least 1")
+    made = configuration(config, settings)
+    folder = reserve(made.model_copy(update={"run": evaluation_name(made.run)}))
     options = [part for url in urls for part in ("--url", url)]
     options += ["--samples", str(samples)] if samples is not None else []
     if model is not None:

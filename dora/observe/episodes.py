@@ -53,7 +53,8 @@ class EpisodeStats:
         if any(self.turn_rewards):
             parts.append("reward by turn " + " ".join(f"{reward:.2f}" for reward in self.turn_rewards))
         if self.truncated:
-            parts.append(f"truncated: {by_cause(self.truncated)}")
+            causes = ", ".join(f"{count} of {cause}" for cause, count in self.truncated.items())
+            parts.append(f"ended by a budget: {causes}")
         return ", ".join(parts)
 
     @property

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dora.core.ids import InstanceId
+from dora.errors import kind_of
 from dora.observe.drift import Alarm
 from dora.observe.durations import Durations
 from dora.observe.load import LoopLag, Rate
@@ -81,10 +82,15 @@ class ShellFacts:
             if noted.step == step.step:
                 self.steps[index] = step
 
-    def note_problem(self, text: str) -> bool:
-        """Record a problem that does not stop the run; return False if it is already known or there are too many."""
+    def note_problem(self, text: str, *, is_failure: bool = False) -> bool:
+        """Record a problem that does not stop the run; return False if it is already known or there are too many. A
+        failure is known if another one of its kind is."""
         if text in self.problems or len(self.problems) > MAX_PROBLEMS:
             return False
-        is_last = len(self.problems) == MAX_PROBLEMS
-        self.problems.append("more problems: they are in the journal" if is_last else text)
+        if is_failure and any(kind_of(text) == kind_of(known) for known in self.problems):
+            return False
+        if len(self.problems) == MAX_PROBLEMS:
+            self.problems.insert(0, "more problems: they are in the journal")
+        else:
+            self.problems.append(text)
         return True

@@ -51,6 +51,11 @@ def duration(seconds: float | None) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
+def with_observations(s: Snapshot) -> str:
+    """Return what else was in the trained answers than the tokens that were sampled."""
+    return " (with observations)" if s.environment is not None else ""
+
+
 def _end(s: Snapshot) -> str:
     if s.phase == "finished":
         return f"Finished in {duration(s.uptime_s)}: {s.reason}.{_learned(s)}"

@@ -16,7 +16,7 @@ from rich.cells import cell_len, set_cell_size
 from dora.errors import one_line
 from dora.observe.episodes import by_cause
 from dora.observe.scores import Score
-from dora.observe.sentence import ENDED, duration
+from dora.observe.sentence import ENDED, duration, with_observations
 from dora.observe.snapshot import Snapshot, VersionRow
 
 #: Lines kept for the sentence, below and from WIDE columns on.
@@ -139,7 +139,7 @@ def _held_out(scores: Sequence[Score], sparks: int) -> str:
 
 def _tokens(s: Snapshot, *, is_over: bool) -> Line:
     if is_over:
-        return _row("tokens", f"{s.num_tokens:,} sampled, {s.num_trained_tokens:,} trained")
+        return _row("tokens", f"{s.num_tokens:,} sampled, {s.num_trained_tokens:,} trained{with_observations(s)}")
     speed = f"{s.tokens_per_s:,.0f} sampled, {s.trained_tokens_per_s:,.0f} trained"
     return _row("tokens/s", speed, is_optional=True)
 

@@ -12,6 +12,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from fractions import Fraction
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -322,7 +323,12 @@ def _messages(value: object, *, where: str) -> list[dict[str, str]]:
 
 def _column(row: Row, name: str, *, where: str, field: str) -> Any:
     if name not in row:
-        raise ConfigError(f"{where}: no column '{name}' (set as '{field}'); present: {', '.join(sorted(row))}")
+        near = get_close_matches(name, row, n=1)
+        meant = f"; did you mean '{near[0]}'?" if near else ""
+        none = '; if rows have no answer: answer = ""' if field == "answer" else ""
+        raise ConfigError(
+            f"{where}: no column '{name}' (set as '{field}'){meant}; present: {', '.join(sorted(row))}{none}"
+        )
     return row[name]
 
 

@@ -215,7 +215,9 @@ def _build_function(spec: str, *, field: str) -> Scorer:
     try:
         inspect.signature(function).bind(**dict.fromkeys(passed))
     except TypeError as err:
-        raise ConfigError(f"{field}: {spec} may only take {', '.join(known)}, each by name ({err})") from err
+        unknown = [each.name for each in parameters if each.name not in known and each.default is each.empty]
+        what = f"takes {unknown[0]}" if unknown else f"cannot be called ({err})"
+        raise ConfigError(f"{field}: {spec} {what}; a reward may only take {', '.join(known)}, each by name") from err
 
     def score_function(request: GradeRequest) -> float:
         result = function(**{name: getattr(request, name) for name in passed})

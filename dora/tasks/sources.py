@@ -211,8 +211,8 @@ def _problem(line: bytes, *, where: str) -> list[str]:
 def require_readable(unreadable: Sequence[str], *, of: int) -> None:
     """Raise ConfigError if more than one in a hundred rows cannot be read. `unreadable`: what is wrong with each."""
     if 100 * len(unreadable) > of:
-        count = f" ({len(unreadable):,} of {of:,} rows cannot be used)" if len(unreadable) > 1 else ""
-        raise ConfigError(f"{unreadable[0]}{count}")
+        count = f"{len(unreadable):,} of {of:,} rows cannot be used; at most 1 % may be left out"
+        raise ConfigError(f"{unreadable[0]} ({count})" if of > 1 else unreadable[0])
 
 
 def _decode_line(line: bytes, *, where: str) -> Row:

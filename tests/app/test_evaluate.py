@@ -42,7 +42,7 @@ def test_without_held_out_sets_every_source_is_one() -> None:
 
 
 def test_one_server_is_enough_for_an_evaluation_whatever_k_is() -> None:
-    found = config(*overrides_of(model="a model", urls=["http://one:1"]), "rollout.max_staleness=4")
+    found = config(*overrides_of(model="a model", urls=["http://one:1"], of_task=False), "rollout.max_staleness=4")
     assert (found.num_instances, found.engine.urls, found.model.path) == (1, ("http://one:1",), "a model")
     assert found.num_ranks == found.num_training_nodes == 0
 
@@ -74,10 +74,24 @@ def test_a_set_of_which_nothing_was_graded_has_no_score() -> None:
 
 
 def test_only_so_many_causes_are_told_apart() -> None:
-    answers = [[HeldOutAnswer(None, 0, False, f"grading: {i}")] for i in range(MAX_CAUSES + 5)]
+    answers = [[HeldOutAnswer(None, 0, False, f"grading: {chr(65 + i)}")] for i in range(MAX_CAUSES + 5)]
     found = set_result(msgspec.structs.replace(FACTS, prompts=MAX_CAUSES + 5, samples=1), answers)
     assert len(found.failed) == MAX_CAUSES + 1
     assert found.failed["other causes"] == 5
+
+
+def test_failures_that_differ_in_what_was_answered_have_one_cause() -> None:
+    told = [f"grading: ValueError: invalid literal for int(): 'a{i}' (r.py:7)" for i in range(3)]
+    answers = [[HeldOutAnswer(None, 0, False, text)] for text in told]
+    found = set_result(msgspec.structs.replace(FACTS, prompts=3, samples=1), answers)
+    assert found.failed == {told[0]: 3}
+
+
+def test_the_held_out_sets_of_another_task_do_not_matter_if_the_task_is_scored() -> None:
+    own = ["task.sources=[{kind='jsonl', path='a.jsonl'}]", "task.rewards=[{kind='math'}]"]
+    with pytest.raises(ConfigError, match="which is not the task"):
+        config(*overrides_of(model=None, urls=[], of_task=False), *own)
+    assert config(*overrides_of(model=None, urls=[], of_task=True), *own).eval.sets == ()
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[" * 100_000, b"\xff", b'{"sets": 3}'])

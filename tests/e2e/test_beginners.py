@@ -58,8 +58,10 @@ MISTAKES = [
     ("run --steps 3", r"No such option: --steps.*; a setting is given as --set run.steps=VALUE"),
     ("run --modle seed", r"No such option: --modle.*--model"),
     ("run --set", r"'--set' requires an argument"),
+    ("run --set run.steps 3", r"--set run.steps: expected SECTION.NAME=VALUE"),
     ("run --set run.steps", r"--set run.steps: expected SECTION.NAME=VALUE"),
     ("run run.steps=3", r"run.steps=3: no such file; a setting is given as --set KEY=VALUE"),
+    ("run --set trainer.lr=1e-4", r"unknown key trainer.lr; did you mean trainer.learning_rate\?"),
     ("run --set steps=3", r"unknown key steps; did you mean run.steps\?"),
     ("run one.toml two.toml", r"unexpected extra argument.*two.toml"),
     ("view", r"dora view: give a run folder, or --demo"),
@@ -70,6 +72,7 @@ MISTAKES = [
     ("run jobs.toml", r"jobs.toml: no such file"),
     ("run gguf", r"gguf: is a folder, not a TOML file; dora run --resume continues the run in one"),
     ("run job.yaml", r"job.yaml:1:4: Expected '=' after a key.*; a configuration is TOML"),
+    ("run rows.jsonl", r"rows.jsonl:1:1: .*; a configuration is TOML, and data is given as --data FILE"),
     ("run unquoted.toml", r"unquoted.toml:2:12: Invalid value"),
     ("run secret.toml", r"trainer.token: is a secret; set it only in the environment variable DORA_TOKEN"),
     ("run several.toml --data rows.jsonl", r"--data: the configuration has 2 sources, and --data is for one"),
@@ -77,6 +80,7 @@ MISTAKES = [
     ("init new.toml", r"--model: is needed where no question can be asked"),
     # the model
     ("run --model models/missing", r"model.path: models/missing has no config.json; give a Hugging Face model folder"),
+    ("eval --model runs/dora-2026", r"model.path: runs/dora-2026 has no config.json"),
     ("run --model gguf", r"model.path: gguf has no config.json; give a Hugging Face model folder"),
     ("run --model adapter", r"model.path: \S*adapter is an adapter of another model; merge it into that model first"),
     # the data
@@ -87,7 +91,7 @@ MISTAKES = [
     ("run --data pretty.json --reward math", r"pretty.json:1: not a JSON object .*; every line must be one"),
     (
         "run --data rows.jsonl --prompt quesiton --reward math",
-        r"rows.jsonl:1: no column 'quesiton' .*present: answer, question",
+        r"rows.jsonl:1: no column 'quesiton' .*did you mean 'question'\?; present: answer, question",
     ),
     (
         " ".join(["run", *JOB, "--answer", "solution"]),
@@ -115,7 +119,7 @@ MISTAKES = [
     (" ".join(["run", *DATA, "--reward", "needs.py:score"]), r"No module named 'no_such_package' \(needs.py:1\)"),
     (
         " ".join(["run", *DATA, "--reward", "rewards.py:wants"]),
-        r"rewards.py:wants may only take prompt, response, answ",
+        r"rewards.py:wants takes colour; a reward may only take prompt, response, answ",
     ),
     # what the run does with them
     (" ".join(["check", *DATA, "--reward", "rewards.py:text"]), r"returned '1.0' \(str\), expected a number"),

@@ -388,6 +388,7 @@ async def test_a_cancelled_wait_takes_no_place():
         ("no/such/file.py:World", r"environment.name: no/such/file.py: no such file"),
         (f"{WORLDS}:Wurld", r"environment.name: .*worlds.py has no function 'Wurld'"),
         (f"{WORLDS}:Untyped", r"Untyped cannot be created \(TypeError: tool price: parameter 'item' has no type \("),
+        (f"{WORLDS}:WithoutStep", r"cannot be created \(TypeError: WithoutStep has no method 'step'\)"),
         (f"{WORLDS}:not_an_environment", r"cannot be created \(TypeError: it made str, not an Environment \("),
     ],
 )

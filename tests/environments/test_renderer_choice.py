@@ -125,7 +125,7 @@ def test_the_package_is_asked_for_with_the_command_that_installs_it(qwen3, monke
 
 
 def test_a_folder_without_a_template_needs_a_name(qwen3):
-    with pytest.raises(ConfigError, match=r"environment\.renderer: the chat template of .* cannot continue"):
+    with pytest.raises(ConfigError, match=r"model\.path: .* has no chat template, .*; use a model that has one"):
         open_renderer(qwen3)
 
 

@@ -292,6 +292,11 @@ class Shop(ToolEnvironment):
         return self.prices[item]
 
 
+class WithoutStep(Environment):
+    def reset(self, row: dict) -> Reset:
+        return Reset([{"role": "user", "content": row["prompt"]}])
+
+
 class Untyped(ToolEnvironment):
     @tool
     def price(self, item) -> float:

@@ -230,7 +230,7 @@ def test_few_lines_that_cannot_be_read_are_skipped_and_many_are_refused(filled: 
     assert many["data"], "only reading finds it"
     [refused] = filled.ask(case("rows", data("someone/worse", subset="")))
     assert "train.jsonl:51: not a JSON object" in refused["error"]
-    assert "(3 of 203 rows cannot be used)" in refused["error"]
+    assert "(3 of 203 rows cannot be used; at most 1 % may be left out)" in refused["error"]
 
 
 def test_the_hub_cannot_name_files_outside_of_its_folder(filled: HubStub) -> None:

@@ -98,11 +98,17 @@ def test_a_problem_is_recorded_once():
     assert facts.problems == ["not graded: [a]", "not graded: b"]
 
 
+def test_failures_of_one_cause_are_one_problem():
+    facts = ShellFacts(run_id="job-1", strategy="dora")
+    texts = ("invalid literal: 'a1' (r.py:7)", "invalid literal: 'b22' (r.py:7)", "invalid literal: 'a1' (r.py:9)")
+    assert [facts.note_problem(text, is_failure=True) for text in texts] == [True, False, True]
+
+
 def test_the_number_of_problems_is_limited():
     facts = ShellFacts(run_id="job-1", strategy="dora")
     is_new = [facts.note_problem(f"answer {i}") for i in range(3 * MAX_PROBLEMS)]
     assert is_new == [True] * (MAX_PROBLEMS + 1) + [False] * (2 * MAX_PROBLEMS - 1)
-    assert facts.problems[-1] == "more problems: they are in the journal"
+    assert facts.problems[0] == "more problems: they are in the journal"
 
 
 def test_steps_of_a_resumed_run_are_printed_once_although_old_ones_leave_the_window(middle: Snapshot):
@@ -147,10 +153,10 @@ def test_the_summary_counts_the_groups_that_were_left_out_by_reason(middle: Snap
 
 
 def test_episodes_are_shown_where_there_is_an_environment(calling: Snapshot, middle: Snapshot, tmp_path: Path):
-    turns = "2.2 turns (at most 4), 40 tokens sampled and 6 observed, reward by turn 0.25 0.50, truncated: 2 turns"
+    turns = "2.2 turns (at most 4), 40 tokens sampled and 6 observed, reward by turn 0.25 0.50"
     calls = "1.5 an episode (at most 3), 0.25 s each (p90 0.50 s), 12% of its time"
     text = re.sub(r" +", " ", shown(calling))
-    assert f"episodes {turns}" in text
+    assert f"episodes {turns}, ended by a budget: 2 of turns" in text
     assert f"calls 7 under way; {calls}" in text
     assert "environment failed: 2 timeout, 1 host" in text
     lines = summary(calling, folder=RunFolder(tmp_path), violations=0)

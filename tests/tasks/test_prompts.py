@@ -336,7 +336,8 @@ def test_a_template_that_rejects_a_row_names_both(open_with, tmp_path, model_fol
         open_stream(task, tokenizer=load_tokenizer(folder), seed=0)
     assert str(refused.value) == (
         f"{tmp_path / 'a.jsonl'}:2: the chat template in {folder / 'chat_template.jinja'} rejected the messages: "
-        "ZeroDivisionError: integer division or modulo by zero; correct it, or set task.chat_template = false"
+        "ZeroDivisionError: integer division or modulo by zero; correct it, or set task.chat_template = false "
+        "(1 of 2 rows cannot be used; at most 1 % may be left out)"
     )
 
 

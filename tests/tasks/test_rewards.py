@@ -150,11 +150,10 @@ def test_a_function_gets_what_its_signature_names():
 
 
 @pytest.mark.usefixtures("own_rewards")
-@pytest.mark.parametrize("name", ["wrong", "nameless"])
-def test_a_function_that_asks_for_something_else_is_refused(name):
-    with pytest.raises(
-        ConfigError, match=rf"task.rewards.0.name: own_rewards:{name} may only take prompt, .*, source, each by name"
-    ):
+@pytest.mark.parametrize(("name", "what"), [("wrong", "takes text"), ("nameless", r"cannot be called \(.*\)")])
+def test_a_function_that_asks_for_something_else_is_refused(name, what):
+    says = rf"task.rewards.0.name: own_rewards:{name} {what}; a reward may only take prompt, .*, source, each by name"
+    with pytest.raises(ConfigError, match=says):
         score("abc", kind="function", name=f"own_rewards:{name}")
 
 

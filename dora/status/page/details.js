@@ -42,7 +42,7 @@ function figures(s) {
     "time of the servers": spent(s.instance_s),
     "servers": listed(s.instances_by_phase),
     "groups": `${count(s.groups_admitted)} admitted: ${listed(s.groups_by_phase)}`,
-    "groups dropped": listed(s.dropped),
+    "groups left out": listed(s.dropped),
     "tokens": `${short(s.num_tokens)} sampled, ${short(s.num_trained_tokens)} trained; now ${short(s.tokens_per_s)} and ${short(s.trained_tokens_per_s)} tokens/s`,
     "evaluations skipped": s.evaluations_skipped.length ? `of versions ${s.evaluations_skipped.join(", ")}: newer ones were due before their turn` : "none",
     "moves": `${count(s.counts.migrations)} answers moved, ${count(s.counts.recovered)} recovered after a loss, ${count(s.counts.late_completions)} late completions ignored`,

@@ -14,7 +14,7 @@ const CONSTRAINTS = {
 export function showLedger(s) {
   if (!changed("ledger", s.tokens)) return;
   const colors = theme().series, { sampled, trained, dropped, in_flight: inFlight, evaluation } = s.tokens;
-  const parts = [["trained", trained], ...Object.entries(dropped).sort((a, b) => b[1] - a[1]).map(([why, n]) => [`dropped, ${why}`, n]), ["in flight", inFlight]];
+  const parts = [["trained", trained], ...Object.entries(dropped).sort((a, b) => b[1] - a[1]).map(([why, n]) => [`left out, ${why}`, n]), ["in flight", inFlight]];
   const key = (i) => {
     const node = element("span", { class: "key" });
     node.style.background = colors[i % colors.length];

@@ -9,12 +9,12 @@ import { answerText, logprobs, termsText, transcript } from "./tokens.js";
 
 const AT_ONCE = 5, KEPT = 500;
 
-/** trained, evaluation or dropped. */
-const kindOf = (k) => (["trained", "evaluation"].includes(k.outcome ?? "trained") ? (k.outcome ?? "trained") : "dropped");
+/** trained, evaluation or left out. */
+const kindOf = (k) => (["trained", "evaluation"].includes(k.outcome ?? "trained") ? (k.outcome ?? "trained") : "left out");
 
 function outcomeText(k) {
   if (kindOf(k) === "trained") return `trained in step ${count(k.step + 1)}`;
-  return kindOf(k) === "evaluation" ? "held-out" : `dropped: ${k.outcome.replace(/^\w+: /, "")}`;
+  return kindOf(k) === "evaluation" ? "held-out" : `left out: ${k.outcome.replace(/^\w+: /, "")}`;
 }
 
 function sampleNode(k) {
