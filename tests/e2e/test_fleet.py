@@ -89,6 +89,7 @@ def story(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
             rollout__watchdog_s=WATCHDOG_S,
             engine__urls=f'["{url}"]',
             engine__instances=2,
+            trainer__ranks=1,
             eval__sets="[]",
             status__port=0,
         )

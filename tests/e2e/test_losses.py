@@ -58,6 +58,7 @@ def lost(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Lost:
         rollout__filter_zero_variance=False,
         rollout__max_new_tokens=MAX_NEW_TOKENS,
         engine__instances=3,
+        trainer__ranks=1,
         trainer__checkpoint_every=2,
         eval__sets="[]",
         status__port=0,
