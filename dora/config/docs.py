@@ -32,7 +32,7 @@ reported, one line each, before anything starts. Relative paths are relative to 
 folder keeps the result as `config.toml`. Secrets are read from environment variables only and are never written to a
 file.
 
-These options of `dora run`, `dora check` and `dora init` stand for settings:
+These options of `dora run`, `dora check`, `dora eval` and `dora init` stand for settings:
 
 - `--model M`: `model.path="M"`.
 - `--data D`: `task.sources=[{kind=..., path="D"}]`, of the kind that the end of D tells: `.jsonl`, `.parquet`, or else
