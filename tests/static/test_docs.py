@@ -58,7 +58,7 @@ def test_the_readme_is_short() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     named = {name for name in NAMED_FILE.findall(page.read_text()) if name.split("/")[0] not in READERS_OWN}
-    homes = (ROOT, ROOT / "dora", ROOT / "docs", page.parent)
+    homes = (ROOT, ROOT / "dora", ROOT / "docs", ROOT / "bench", page.parent)
     assert {name for name in named if not any((home / name).is_file() for home in homes)} == set()
 
 
