@@ -1,4 +1,4 @@
-"""The example of docs/how-to/own-job.md, run as it stands against servers that somebody else started: it uses all their slots."""
+"""The example of docs/how-to/own-job.md, run as it stands against servers of others: it uses all their slots."""
 
 from __future__ import annotations
 
