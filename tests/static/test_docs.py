@@ -44,11 +44,42 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
+def dangling_links(page: Path) -> list[str]:
+    """The links of a page that lead to no file, or to no heading in it."""
+    links = [(page.parent / target if target else page, heading) for target, heading in LINK.findall(page.read_text())]
+    return [
+        f"{target.name}#{heading}"
+        for target, heading in links
+        if not target.exists() or (heading and heading not in anchors(target))
+    ]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_link_leads_to_a_file_and_to_a_heading_in_it(page: Path) -> None:
-    links = [(page.parent / target if target else page, heading) for target, heading in LINK.findall(page.read_text())]
-    assert [str(target) for target, _ in links if not target.exists()] == []
-    assert [f"{target}#{heading}" for target, heading in links if heading and heading not in anchors(target)] == []
+    assert dangling_links(page) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("[a](SCALE.md) [b](SCALE.md#two-words) [c](#here) ![d](SCALE.md) [e](https://example.org/x)", []),
+        ("[a](gone.svg)", ["gone.svg#"]),
+        ("[a](gone.svg#here)", ["gone.svg#here"]),
+        ("[a](SCALE.md#three)", ["SCALE.md#three"]),
+        ("[a](#two-words)", ["STATES.md#two-words"]),
+        ("[over\ntwo lines](gone.svg)", ["gone.svg#"]),
+        ("```\n# code\n```\n[a](#code)", ["STATES.md#code"]),
+    ],
+)
+def test_a_dangling_link_is_found(text: str, found: list[str], tmp_path: Path) -> None:
+    (tmp_path / "SCALE.md").write_text("# Other\n\n## Two [words](STATES.md)\n")
+    (tmp_path / "STATES.md").write_text(f"# Here\n\n{text}\n")
+    assert dangling_links(tmp_path / "STATES.md") == found
+
+
+@pytest.mark.parametrize("text", ["`dora run x` or `dora see`", "    dora run # now", "```\ndora run --set a=1\n```"])
+def test_commands_are_found_in_text_in_indented_lines_and_in_fences(text: str) -> None:
+    assert COMMAND.findall(text)[0][0] == "run"
 
 
 def test_the_readme_is_short() -> None:
