@@ -1,9 +1,11 @@
-"""docs/SIMULATION.md and docs/SCALE.md match the stored simulations, and a stored command is what was simulated."""
+"""docs/SIMULATION.md and docs/SCALE.md match the stored simulations, a stored command is what was simulated, and the
+pictures of an explanation are what its command draws."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -14,7 +16,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from dora.cli.app import app
 from dora.sim.measure import Result
 from dora.sim.sweep import simulate
 from tests.sim.test_simulate import dora
@@ -105,3 +109,13 @@ def test_a_command_simulates_what_its_case_does(tables: ModuleType, strategy: st
     assert (done.returncode, done.stderr) == (0, "")
     [found] = json.loads((tmp_path / "found.json").read_text())
     assert msgspec.convert(found, Result) == simulate((case.workload(), 0))
+
+
+def test_the_pictures_of_the_idle_gpus_are_what_the_command_below_them_draws(tmp_path: Path) -> None:
+    text = (ROOT / "docs/explanation/idle-gpus.md").read_text()
+    [command] = re.findall(r"^    dora (simulate .*) FOLDER$", text, re.MULTILINE)
+    done = CliRunner().invoke(app, [*command.split(), str(tmp_path), "--processes", "1"])
+    assert done.exit_code == 0, done.output
+    drawn = {"idle-sync": "timeline-sync-k0-12of12", "idle-dora": "timeline-dora-k2-8of12"}
+    for name, timeline in drawn.items():
+        assert (ROOT / f"docs/pictures/{name}.svg").read_text() == (tmp_path / f"{timeline}.svg").read_text()

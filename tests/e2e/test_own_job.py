@@ -1,4 +1,4 @@
-"""The README's example, run as it stands against servers that somebody else started: it uses all their slots."""
+"""The example of docs/how-to/own-job.md, run as it stands against servers of others: it uses all their slots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.e2e.test_fleet import serving
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(300)]
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs/how-to/own-job.md"
 SLOTS, KV_TOKENS = 256, 300_000
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -25,7 +25,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
     """The example, with a small model and data where it expects its own."""
-    [text] = re.findall(r"```toml\n(.*?)```", README.read_text(), re.DOTALL)
+    [text] = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     model = tmp_path / "models" / "Qwen3-0.6B"
     shutil.copytree(seed_path(), model)
     (model / "chat_template.jinja").write_text(TEMPLATE)
