@@ -5,23 +5,27 @@ transformers is imported by `load_config` alone. Code in a model folder is never
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from dora import foreign
 from dora.errors import ConfigError
 from dora.model_files import read_config, require_sound
 
 #: Limits on CPU time and memory of the process in which `limits_of` loads a configuration; usually it takes 1 s, 70 MB.
 CHILD_S: Final = 20
 CHILD_BYTES: Final = 2 * 2**30
+_MAX_KEPT_BYTES: Final = 1_000
 #: The setting of rotary embeddings that were extended to longer sequences.
 ORIGINAL: Final = "original_max_position_embeddings"
 _CHILD: Final = """
@@ -135,16 +139,37 @@ def limits_json(folder: Path) -> bytes:
 
 
 def limits_of(folder: Path) -> Limits:
-    """Return the limits of a sound model folder, found by a separate process.
+    """Return the limits of a sound model folder, found by a separate process, or by one in an earlier run.
 
     The separate process does not import torch, which would take seconds and 300 MB, and limits a hostile configuration
-    to CHILD_S seconds and CHILD_BYTES.
+    to CHILD_S seconds and CHILD_BYTES. What it has found is kept in the user's cache: it depends on nothing but the
+    configuration and the releases.
     """
     return _limits_of(folder, (folder / "config.json").read_bytes())
 
 
 @lru_cache(maxsize=8)
-def _limits_of(folder: Path, _config: bytes) -> Limits:
+def _limits_of(folder: Path, config: bytes) -> Limits:
+    releases = (f"{name} {version(name)}".encode() for name in ("dora-rl", "transformers"))
+    kept = _cache() / f"{hashlib.sha256(b' '.join([*releases, config])).hexdigest()}.json"
+    with suppress(OSError, foreign.ForeignFileError, msgspec.MsgspecError):
+        return msgspec.json.decode(foreign.read(kept, max_bytes=_MAX_KEPT_BYTES), type=Limits)
+    found = _ask_child(folder)
+    with suppress(OSError):  # a home that cannot be written
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        new = kept.with_suffix(f".{os.getpid()}")
+        new.write_bytes(msgspec.json.encode(found))
+        new.replace(kept)
+    return found
+
+
+def _cache() -> Path:
+    """Return the folder for what is only kept to save time."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path(os.environ.get("HOME") or "/", ".cache")) / "dora" / "limits"
+
+
+def _ask_child(folder: Path) -> Limits:
     answer, reason = b"", f"it took more than {CHILD_S} s of CPU time or {CHILD_BYTES / 2**30:.0f} GB"
     with suppress(subprocess.TimeoutExpired):
         child = subprocess.run(
