@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from dora.core.events import Request
 from dora.errors import ConfigError, ProtocolError, RemoteError
 from dora.observe.episodes import EpisodeStats
 from dora.observe.figures import figures
@@ -36,20 +37,28 @@ class Desk:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
+        self.requests: list[Request] = []
 
-    async def add(self, which: str) -> str:
-        return self._take("add", which)
+    async def add(self, which: str, request: Request) -> str:
+        return self._take("add", which, request)
 
-    async def drain(self, which: str) -> str:
-        return self._take("drain", which)
+    async def drain(self, which: str, request: Request) -> str:
+        return self._take("drain", which, request)
 
-    async def remove(self, which: str) -> str:
-        return self._take("remove", which)
+    async def remove(self, which: str, request: Request) -> str:
+        return self._take("remove", which, request)
 
-    def _take(self, verb: str, which: str) -> str:
+    async def evaluate(self, request: Request) -> str:
+        return self._take("evaluate", "", request)
+
+    async def stop(self, request: Request) -> str:
+        return self._take("stop", "", request)
+
+    def _take(self, verb: str, which: str, request: Request) -> str:
         if which == "13":
             raise ConfigError("instance 13: no")
         self.asked.append((verb, which))
+        self.requests.append(request)
         return f"{verb} {which}: done"
 
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dora.controller import fleet as fleet_module
-from dora.controller.membership import MembershipRequests
+from dora.controller.user_requests import UserRequests
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import InstanceId
+from dora.core.on_users import ENDED
 from dora.errors import ConfigError
+from dora.journal.audit import audit_entries
+from dora.journal.reader import Journal
 from tests.controller.fakes import Job, make_job
 
 ZERO, ONE = InstanceId(0), InstanceId(1)
+BY = ev.Request(by="ada")
 
 
 class Asked:
@@ -26,7 +30,7 @@ class Asked:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.desk = MembershipRequests(
+        self.desk = UserRequests(
             job.io.fleet,
             state=job.controller.state,
             engine=job.io.engine,
@@ -66,7 +70,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_drained_instance_gets_no_more_work_and_the_run_continues(tmp_path: Path) -> None:
     async with under_way(tmp_path) as asked:
-        said = await asked.desk.drain("0")
+        said = await asked.desk.drain("0", BY)
         assert said.startswith("instance 0 drains: ")
         await asked.until(lambda: not asked.state.instances[ZERO].residents)
         before = len(asked.job.engines.requests)
@@ -78,40 +82,40 @@ async def test_a_drained_instance_gets_no_more_work_and_the_run_continues(tmp_pa
 
 async def test_the_last_instance_is_refused_with_the_reason(tmp_path: Path) -> None:
     async with under_way(tmp_path) as asked:
-        await asked.desk.drain("1")
+        await asked.desk.drain("1", BY)
         with pytest.raises(ConfigError, match="instance 0: no other instance is there to take its work; add one first"):
-            await asked.desk.remove("http://engine-0/")
+            await asked.desk.remove("http://engine-0/", BY)
         assert asked.state.instances[ZERO].is_member
 
 
 async def test_an_instance_that_leaves_is_stopped_and_forgotten(tmp_path: Path) -> None:
     async with under_way(tmp_path) as asked:
-        assert (await asked.desk.remove("1")).startswith("instance 1 leaves when it is empty: ")
+        assert (await asked.desk.remove("1", BY)).startswith("instance 1 leaves when it is empty: ")
         await asked.until(lambda: ONE not in asked.state.instances)
         assert asked.job.servers[1].stops == 1
         assert asked.job.io.fleet.urls == {ZERO: "http://engine-0"}
         assert asked.job.watcher.of(cmd.DismissInstance) == [cmd.DismissInstance(ONE)]
         with pytest.raises(ConfigError, match="1: there is no such instance"):
-            await asked.desk.drain("1")
+            await asked.desk.drain("1", BY)
 
 
 async def test_a_drained_instance_is_called_back_by_its_number_or_its_address(tmp_path: Path) -> None:
     async with under_way(tmp_path) as asked:
         for which in ("1", "http://engine-1"):
-            await asked.desk.drain("1")
-            assert await asked.desk.add(which) == "instance 1 gets work again"
+            await asked.desk.drain("1", BY)
+            assert await asked.desk.add(which, BY) == "instance 1 gets work again"
             assert asked.state.instances[ONE].is_member
         with pytest.raises(ConfigError, match="instance 1: it takes part already"):
-            await asked.desk.add("1")
+            await asked.desk.add("1", BY)
 
 
 async def test_a_server_that_joins_gets_weights_and_work(tmp_path: Path) -> None:
     async with under_way(tmp_path) as asked:
-        assert await asked.desk.add("http://engine-9/") == "instance 2 joins: http://engine-9, fake"
+        assert await asked.desk.add("http://engine-9/", BY) == "instance 2 joins: http://engine-9, fake"
         await asked.until(lambda: "http://engine-9" in {url for url, _ in asked.job.engines.requests})
         up = [e for e in asked.job.watcher.of(ev.InstanceUp) if e.instance == 2]
         assert [e.incarnation for e in up] == [1]
-        await asked.desk.remove("0")
+        await asked.desk.remove("0", BY)
         await asked.until(lambda: ZERO not in asked.state.instances)
 
 
@@ -119,13 +123,20 @@ async def test_a_server_that_joins_gets_weights_and_work(tmp_path: Path) -> None
     ("which", "says"),
     [
         ("engine-9:1", "engine-9:1: neither an instance number nor an http:// or https:// address"),
+        ("http://[", "http://[: neither an instance number nor an http:// or https:// address"),
+        ("http://a:99999", "http://a:99999: neither an instance number nor an http:// or https:// address"),
+        ("http:// ", "http:// : neither an instance number nor an http:// or https:// address"),
+        ("http://a\r\nX: y", "http://a X: y: neither an instance number nor an http:// or https:// address"),
+        ("٣", "٣: neither an instance number nor an http:// or https:// address"),
+        ("9" * 500, f"{'9' * 500}: neither an instance number nor an http:// or https:// address"),
+        ("http://ada:pw@a:1", "a: an address has no name or password; the key is DORA_ENGINE_API_KEY"),
         ("7", "instance 7: there is no such instance, or it has not come up yet"),
     ],
 )
 async def test_an_unfit_server_is_refused_in_one_line(tmp_path: Path, which: str, says: str) -> None:
     async with under_way(tmp_path) as asked:
         with pytest.raises(ConfigError) as refused:
-            await asked.desk.add(which)
+            await asked.desk.add(which, BY)
         assert str(refused.value) == says
 
 
@@ -134,4 +145,51 @@ async def test_an_address_of_no_instance_is_refused(tmp_path: Path) -> None:
         with pytest.raises(
             ConfigError, match="http://engine-7: not an instance of this run; `dora instances URL list`"
         ):
-            await asked.desk.drain("http://engine-7")
+            await asked.desk.drain("http://engine-7", BY)
+
+
+# -- evaluate, stop, and who asked ------------------------------------------------------------------------------------
+
+
+async def test_an_address_that_is_added_twice_at_once_joins_once(tmp_path: Path) -> None:
+    async with under_way(tmp_path) as asked:
+        both = await asyncio.gather(*(asked.desk.add("http://engine-9", BY) for _ in range(2)), return_exceptions=True)
+        assert sorted(map(str, both)) == [
+            "instance 2 joins: http://engine-9, fake",
+            "instance 2: there is no such instance, or it has not come up yet",
+        ]
+
+
+async def test_a_stop_ends_the_run_as_a_signal_does_and_says_who(tmp_path: Path) -> None:
+    async with under_way(tmp_path) as asked:
+        said = await asked.desk.stop(BY)
+        assert said == "the run stops; everything in flight is kept for a resume"
+        with pytest.raises(ConfigError, match="^the run (is being stopped|has ended): nothing was changed$"):
+            await asked.desk.stop(BY)
+        await asked.until(lambda: asked.job.inbox.is_closed)
+        for late in (asked.desk.drain("0", BY), asked.desk.evaluate(BY), asked.desk.stop(BY), asked.desk.add("1", BY)):
+            with pytest.raises(ConfigError, match=f"^{ENDED}$"):
+                await late
+        assert asked.state.instances[ZERO].is_member
+    stops = asked.job.watcher.of(ev.StopRequested)
+    assert [event.request.by for event in stops if event.request == BY][:1] == ["ada"]
+    assert asked.job.watcher.of(cmd.StopRun) == [cmd.StopRun()]
+
+
+async def test_who_asked_is_in_the_journal_which_replays_and_audits(tmp_path: Path) -> None:
+    async with under_way(tmp_path) as asked:
+        for id in ("one", "one", "two"):
+            with suppress(ConfigError):
+                await asked.desk.drain("1", ev.Request(id, "ada (::1)"))
+        with pytest.raises(ConfigError, match=r"the run has no held-out set \(eval\.sets\)"):
+            await asked.desk.evaluate(BY)
+        settings = asked.job.settings
+    journal = Journal(tmp_path / "journal.msgpack")
+    events = [event for event, _ in journal if isinstance(event, ev.UserRequest)]
+    assert [(event.request.id, event.request.by) for event in events] == [
+        *[("one", "ada (::1)")] * 2,
+        ("two", "ada (::1)"),
+        ("", "ada"),
+        ("", "a signal"),
+    ]
+    assert audit_entries(settings, journal).violations == ()
