@@ -8,7 +8,7 @@ also shows that the loop is running.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Protocol
+from typing import Annotated, Final, Protocol
 
 import msgspec
 from aiohttp import web
@@ -23,8 +23,9 @@ from dora.status.data import RunData
 from dora.status.page_server import MAX_BODY_BYTES, PageServer, reply
 from dora.status.records import Records
 
-#: Text of a user in a request.
-_Short = Annotated[str, msgspec.Meta(max_length=64)]
+#: Maximum length of what users call themselves, and of an id.
+MAX_NAME: Final = 64
+_Short = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 _Address = Annotated[str, msgspec.Meta(max_length=1_000)]
 
 

@@ -99,8 +99,8 @@ async def test_requests_are_asked_back_once_and_done_once(tmp_path: Path, shown:
         with_token = {request["url"] for request in page.requests if "Authorization" in request["headers"]}
         paths = ("run/token", "run/evaluate", "run/stop", "instances/drain", "instances/add")
         assert with_token == {f"{server.url}/{path}" for path in paths}
-        kept = "[localStorage.length, sessionStorage.length, document.cookie.length, document.getElementById('acts-token').value.length]"
-        assert await page.run(kept) == [0, 0, 0, 0]
+        kept = "[localStorage, sessionStorage, document.cookie, document.getElementById('acts-token').value]"
+        assert await page.run(f"{kept}.map((store) => store.length)") == [0, 0, 0, 0]
         await page.run("location.reload()")
         await page.until("document.readyState === 'complete' && document.getElementById('acts-panel')?.hidden")
 
@@ -143,12 +143,15 @@ ATTACK = """
 (async () => {
   const url = %r, body = JSON.stringify({}), headers = { Authorization: "Bearer %s" };
   const json = { ...headers, "Content-Type": "application/json" };
-  const form = Object.assign(document.createElement("form"), { method: "POST", action: url, enctype: "text/plain", target: "frame" });
-  document.body.append(Object.assign(document.createElement("iframe"), { name: "frame" }), form);
+  const made = (tag, properties) => document.body.appendChild(Object.assign(document.createElement(tag), properties));
+  made("iframe", { name: "frame" });
+  const form = made("form", { method: "POST", action: url, enctype: "text/plain", target: "frame" });
   form.submit();
   const tried = await Promise.allSettled([
-    fetch(url, { method: "POST", headers: json, body }), fetch(url, { method: "POST", headers, body }),
-    fetch(url, { method: "POST", mode: "no-cors", body }), fetch(url, { method: "POST", mode: "no-cors", credentials: "include", body: new Blob([body], { type: "text/plain" }) }),
+    fetch(url, { method: "POST", headers: json, body }),
+    fetch(url, { method: "POST", headers, body }),
+    fetch(url, { method: "POST", mode: "no-cors", body }),
+    fetch(url, { method: "POST", mode: "no-cors", credentials: "include", body: new Blob([body]) }),
   ]);
   navigator.sendBeacon(url, body);
   return tried.map((one) => one.status === "fulfilled" ? one.value.status : "blocked");
