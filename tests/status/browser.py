@@ -58,10 +58,11 @@ class Page:
 
     async def click(self, selector: str, *, times: int = 1) -> None:
         """Click with the mouse, as fast as it goes."""
-        box = f"document.querySelector({json.dumps(selector)})"
-        await self.run(f"{box}.scrollIntoView({{ block: 'center' }})")
         place = await self.run(
-            f"(({{ x, y, width, height }}) => [x + width / 2, y + height / 2])({box}.getBoundingClientRect())"
+            f"(() => {{ const node = document.querySelector({json.dumps(selector)});"
+            " node.scrollIntoView({ block: 'center', behavior: 'instant' });"
+            " const { x, y, width, height } = node.getBoundingClientRect();"
+            " return [x + width / 2, y + height / 2]; })()"
         )
         for count in range(1, times + 1):
             for kind in ("mousePressed", "mouseReleased"):

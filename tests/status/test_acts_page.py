@@ -51,10 +51,17 @@ def shown(middle: Snapshot) -> Snapshot:
     return replace(middle, instances=(one, replace(one, instance=1, url="u1", asked="drain")), requests=(asked,))
 
 
-async def unlocked(page: Page, url: str) -> None:
+async def opened(page: Page, url: str) -> None:
+    """Load the page, wait until nothing on it moves any more, and open the part with the requests."""
     await page.open(url)
-    await page.until("!document.getElementById('acts').hidden")
+    await page.until("document.getElementById('samples-note').textContent")
+    assert not await page.run("document.getElementById('acts').hidden || document.getElementById('acts').open")
     await page.click("#acts summary")
+    await page.until("document.getElementById('acts').open")
+
+
+async def unlocked(page: Page, url: str) -> None:
+    await opened(page, url)
     await page.fill("acts-token", TOKEN)
     await page.click("#acts-form button")
     await page.until("!document.getElementById('acts-panel').hidden")
@@ -108,10 +115,7 @@ async def test_requests_are_asked_back_once_and_done_once(tmp_path: Path, shown:
 async def test_without_the_right_token_nothing_can_be_asked(tmp_path: Path, shown: Snapshot) -> None:
     desk = Desk()
     async with run_with(shown, desk) as server, browser(tmp_path) as page:
-        await page.open(server.url)
-        await page.until("!document.getElementById('acts').hidden")
-        assert not await page.run("document.getElementById('acts').open")
-        await page.click("#acts summary")
+        await opened(page, server.url)
         for wrong in ("guess", "ä € 日", "x" * 5000):
             await page.run("document.getElementById('acts-said').textContent = ''")
             await page.fill("acts-token", wrong)
