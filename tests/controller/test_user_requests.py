@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from dora.controller import fleet as fleet_module
@@ -20,6 +21,8 @@ from dora.core.on_users import ENDED
 from dora.errors import ConfigError
 from dora.journal.audit import audit_entries
 from dora.journal.reader import Journal
+from dora.observe.snapshot import Snapshot
+from dora.status.server import StatusServer
 from tests.controller.fakes import Job, make_job
 
 ZERO, ONE = InstanceId(0), InstanceId(1)
@@ -195,3 +198,87 @@ async def test_who_asked_is_in_the_journal_which_replays_and_audits(tmp_path: Pa
         ("", "a signal"),
     ]
     assert audit_entries(settings, journal).violations == ()
+
+
+# -- over the status endpoint -----------------------------------------------------------------------------------------
+
+KEY = "open sesame"
+JSON = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+#: Bodies and headers that must not change anything, and the status codes with which they are refused.
+HOSTILE_CLICKS: dict[str, tuple[str, bytes, dict[str, str], set[int]]] = {
+    "no token": ("run/stop", b"{}", {"Authorization": ""}, {401}),
+    "wrong token": ("run/stop", b"{}", {"Authorization": "Bearer guess"}, {401}),
+    "token in the address": (f"run/stop?token={KEY}", b"{}", {"Authorization": ""}, {401}),
+    "foreign origin": ("run/stop", b"{}", {"Origin": "http://evil.example"}, {403}),
+    "another port": ("run/stop", b"{}", {"Origin": "http://127.0.0.1:1"}, {403}),
+    "cross-site": ("run/stop", b"{}", {"Sec-Fetch-Site": "cross-site"}, {403}),
+    "rebound": ("run/stop", b"{}", {"Host": "evil.example"}, {421}),
+    "a form": ("run/stop", b"a=b", {"Content-Type": "application/x-www-form-urlencoded"}, {415}),
+    "garbage": ("run/stop", b"\x00\xff{", {}, {400}),
+    "a list": ("run/stop", b"[]", {}, {400}),
+    "nothing": ("run/stop", b"", {}, {400}),
+    "an unknown field": ("run/stop", b'{"force": true}', {}, {400}),
+    "a long id": ("run/stop", b'{"id": "%s"}' % (b"x" * 65), {}, {400}),
+    "a long name": ("run/stop", b'{"by": "%s"}' % (b"x" * 65), {}, {400}),
+    "deep": ("run/stop", b"[" * 9_000, {}, {400}),
+    "huge": ("run/stop", b'{"by": "%s"}' % (b"x" * 20_000), {}, {413}),
+    "a lone surrogate": ("instances/drain", b'{"instance": "\\ud800"}', {}, {400, 409}),
+    "a huge number": ("instances/drain", b'{"instance": "%s"}' % (b"9" * 900), {}, {409}),
+    "more than 64 bits": ("instances/drain", b'{"instance": "%s"}' % (b"9" * 25), {}, {409}),
+    "a negative number": ("instances/drain", b'{"instance": "-1"}', {}, {409}),
+    "half an address": ("instances/add", b'{"instance": "http://["}', {}, {409}),
+    "a file": ("instances/add", b'{"instance": "file:///etc/passwd"}', {}, {409}),
+    "a password": ("instances/add", b'{"instance": "http://ada:pw@a:1"}', {}, {409}),
+}
+
+
+async def post(url: str, body: bytes, headers: dict[str, str] | None = None) -> tuple[int, str]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url, data=body, headers=JSON | (headers or {})) as answer,
+    ):
+        return answer.status, (await answer.json())["said"]
+
+
+def served(asked: Asked) -> StatusServer:
+    """The status endpoint of the job; its status itself is not asked for."""
+
+    def snapshot() -> Snapshot:
+        raise AssertionError("nobody reads")
+
+    return StatusServer(snapshot, host="127.0.0.1", port=0, requests=asked.desk, token=KEY)
+
+
+async def test_hostile_clicks_change_nothing(tmp_path: Path) -> None:
+    async with under_way(tmp_path) as asked, served(asked) as server:
+        for name, (path, body, headers, codes) in HOSTILE_CLICKS.items():
+            code, said = await post(f"{server.url}/{path}", body, headers)
+            assert code in codes, (name, code, said)
+            assert said.isprintable()
+            assert "pw" not in said, name
+        assert all(instance.is_member for instance in asked.state.instances.values())
+        assert not asked.state.stopping
+        assert asked.job.io.fleet.urls.keys() == {ZERO, ONE}
+        assert not asked.job.watcher.of(ev.StopRequested)
+        assert not asked.job.watcher.of(ev.ServerOffered)
+
+
+async def test_eight_clicks_at_once_drain_once(tmp_path: Path) -> None:
+    async with under_way(tmp_path) as asked, served(asked) as server:
+        body = b'{"instance": "1", "id": "one", "by": "ada"}'
+        answers = await asyncio.gather(*(post(f"{server.url}/instances/drain", body) for _ in range(8)))
+        assert sorted(code for code, _ in answers) == [200, *[409] * 7]
+        assert (await post(f"{server.url}/instances/add", b'{"instance": "1"}'))[0] == 200
+        again = "instance 1: this request was answered before: nothing was changed again"
+        assert await post(f"{server.url}/instances/drain", body) == (409, again)
+        assert asked.state.instances[ONE].is_member
+
+
+async def test_a_click_on_a_run_that_has_just_ended_changes_nothing_and_says_so(tmp_path: Path) -> None:
+    async with under_way(tmp_path) as asked, served(asked) as server:
+        assert (await post(f"{server.url}/run/stop", b'{"by": "ada"}'))[0] == 200
+        await asked.until(lambda: asked.job.inbox.is_closed)
+        for path, body in (("run/stop", b"{}"), ("run/evaluate", b"{}"), ("instances/drain", b'{"instance": "0"}')):
+            assert await post(f"{server.url}/{path}", body) == (409, ENDED)
+        assert asked.state.instances[ZERO].is_member
+    assert [event.request.by for event in asked.job.watcher.of(ev.StopRequested)][:1] == ["ada (127.0.0.1)"]

@@ -18,6 +18,7 @@ from tests.mutants import (
     takeovers,
     templates,
     trust,
+    users,
 )
 from tests.mutants.mutant import Mutant, of
 
@@ -1204,4 +1205,5 @@ MUTANTS: Final = (
     *templates.MUTANTS,
     *relay.MUTANTS,
     *trust.MUTANTS,
+    *users.MUTANTS,
 )
