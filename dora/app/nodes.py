@@ -21,7 +21,7 @@ from dora.app.settings import RankPaths, live_bytes
 from dora.config.schema import Config
 from dora.controller.fleet import Fleet, Started
 from dora.controller.user_requests import UserRequests
-from dora.core.events import Request
+from dora.core.events import RequestTag
 from dora.core.ids import InstanceId, VersionId
 from dora.engine.api import InferenceEngine
 from dora.errors import ConfigError, RemoteError, RunFailed, one_line
@@ -165,7 +165,7 @@ def let_nodes_leave(
             try:
                 for instance in sorted(staying):
                     if instance in opened.job.state.instances:
-                        await requests.remove(str(instance), Request(by=one_line(f"node {place.name}")))
+                        await requests.remove(str(instance), RequestTag(by=one_line(f"node {place.name}")))
                     else:
                         await fleet.dismiss(instance)  # it has never come up
                     staying.remove(instance)

@@ -9,8 +9,7 @@ import asyncio
 from typing import Any, Final
 
 from dora.core.commands import Command
-from dora.core.events import Event
-from dora.core.on_users import ENDED
+from dora.core.events import ENDED, Event
 from dora.errors import ConfigError, RemoteError
 
 #: Maximum number of queued events. Each comes from a command in flight or a periodic report, so the queue is never

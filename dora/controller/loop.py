@@ -112,7 +112,7 @@ class Controller:
 
     def interrupt(self) -> None:
         """Stop cleanly, as if a user had asked for it; everything in flight is kept for a resume."""
-        self._inbox.emit_soon(ev.StopRequested(self._now(), request=ev.Request(by=SIGNAL)))
+        self._inbox.emit_soon(ev.StopRequested(self._now(), request=ev.RequestTag(by=SIGNAL)))
 
     async def run(self, first: list[ev.Event]) -> Outcome:
         """Run until the core ends the run or it is interrupted; `first` are events from before the start."""

@@ -18,7 +18,7 @@ from dora.core.events import (
     EvaluationRequested,
     InstanceDrainRequested,
     InstanceRecalled,
-    Request,
+    RequestTag,
     ServerOffered,
     StopRequested,
     UserRequest,
@@ -53,7 +53,7 @@ class UserRequests:
         self._now = now
         self._adding = asyncio.Lock()  # two requests with one address join once
 
-    async def add(self, which: str, request: Request) -> str:
+    async def add(self, which: str, request: RequestTag) -> str:
         """Recall the drained instance with this id or address, or add the server at this address."""
         async with self._adding:
             known = self._find(which)
@@ -68,25 +68,25 @@ class UserRequests:
             await self._decide(ServerOffered(self._now(), url, request=request))
             return f"instance {self._fleet.join(url)} joins: {url}, {found.release}"
 
-    async def drain(self, which: str, request: Request) -> str:
+    async def drain(self, which: str, request: RequestTag) -> str:
         """Drain an instance: no new work; its requests move where there is room, and otherwise finish there."""
         return await self._drain(which, "drains", request, leave=False)
 
-    async def remove(self, which: str, request: Request) -> str:
+    async def remove(self, which: str, request: RequestTag) -> str:
         """Drain an instance, and let it leave the run once it is empty."""
         return await self._drain(which, "leaves when it is empty", request, leave=True)
 
-    async def evaluate(self, request: Request) -> str:
+    async def evaluate(self, request: RequestTag) -> str:
         """Have the newest version evaluated next."""
         await self._decide(EvaluationRequested(self._now(), request=request))
         return "the newest version is evaluated next"
 
-    async def stop(self, request: Request) -> str:
+    async def stop(self, request: RequestTag) -> str:
         """Stop the run cleanly."""
         await self._decide(StopRequested(self._now(), request=request))
         return "the run stops; everything in flight is kept for a resume"
 
-    async def _drain(self, which: str, effect: str, request: Request, *, leave: bool) -> str:
+    async def _drain(self, which: str, effect: str, request: RequestTag, *, leave: bool) -> str:
         instance = self._find(which)
         if instance is None:
             raise ConfigError(f"{which}: not an instance of this run; `dora instances URL list` lists them")

@@ -28,7 +28,7 @@ def handle(state: State, event: ev.Event) -> list[Command]:
     out = state.out = []
     if state.finished and not isinstance(event, ev.CheckpointSaved):  # the last checkpoint may be saved after the end
         if isinstance(event, ev.UserRequest):
-            on_users.refuse(state, event, on_users.ENDED)
+            on_users.refuse(state, event, ev.ENDED)
         return out
     state.now = event.at
     state.cause = kind = type(event)

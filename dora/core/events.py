@@ -9,6 +9,7 @@ Events are msgspec structs, which are faster than frozen dataclasses (bench/core
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
@@ -216,7 +217,11 @@ class CheckpointSaved(Event, frozen=True):
 # -- requests of users --------------------------------------------------------------------------------------------
 
 
-class Request(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+#: Why a request to a run that has ended is refused.
+ENDED: Final = "the run has ended: nothing was changed"
+
+
+class RequestTag(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """Who asks, and the id under which this is done at most once."""
 
     id: str = ""  #: "": as often as it is asked
@@ -226,7 +231,7 @@ class Request(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True)
 class UserRequest(Event, frozen=True, kw_only=True):
     """Base class of what users ask for. It is granted, or answered with RefuseRequest."""
 
-    request: Request = Request()
+    request: RequestTag = RequestTag()
 
 
 class InstanceDrainRequested(UserRequest, frozen=True):

@@ -16,8 +16,6 @@ from dora.core.moves import drain, recall
 from dora.core.phases import Membership, WeightsPhase
 from dora.core.state import State
 
-#: Why a request to a run that has ended is refused.
-ENDED: Final = "the run has ended: nothing was changed"
 _STOPPING: Final = "the run is being stopped: nothing was changed"
 _KNOWN: Final = "this request was answered before: nothing was changed again"
 _NO_INSTANCE: Final = "there is no such instance, or it has not come up yet"

@@ -13,7 +13,7 @@ from typing import Annotated, Final, Protocol
 import msgspec
 from aiohttp import web
 
-from dora.core.events import Request
+from dora.core.events import RequestTag
 from dora.errors import DoraError, one_line
 from dora.guard import knows
 from dora.journal.run_folder import RunFolder
@@ -38,15 +38,15 @@ class Requests(Protocol):
     They return a sentence, or raise ConfigError if a request is refused.
     """
 
-    async def add(self, which: str, request: Request) -> str: ...
+    async def add(self, which: str, request: RequestTag) -> str: ...
 
-    async def drain(self, which: str, request: Request) -> str: ...
+    async def drain(self, which: str, request: RequestTag) -> str: ...
 
-    async def remove(self, which: str, request: Request) -> str: ...
+    async def remove(self, which: str, request: RequestTag) -> str: ...
 
-    async def evaluate(self, request: Request) -> str: ...
+    async def evaluate(self, request: RequestTag) -> str: ...
 
-    async def stop(self, request: Request) -> str: ...
+    async def stop(self, request: RequestTag) -> str: ...
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,7 +117,7 @@ class StatusServer(PageServer):
         except web.HTTPRequestEntityTooLarge:
             return reply(413, f"not a request: longer than {MAX_BODY_BYTES} bytes")
         try:
-            own = Request(id=one_line(asked.id), by=_by(asked.by, request.remote))
+            own = RequestTag(id=one_line(asked.id), by=_by(asked.by, request.remote))
             if isinstance(asked, InstanceRequest):
                 return reply(200, await self._of_instances[verb](asked.instance, own))
             return reply(200, await self._of_run[verb](own))

@@ -17,7 +17,6 @@ from dora.controller.user_requests import UserRequests
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import InstanceId
-from dora.core.on_users import ENDED
 from dora.errors import ConfigError
 from dora.journal.audit import audit_entries
 from dora.journal.reader import Journal
@@ -26,7 +25,7 @@ from dora.status.server import StatusServer
 from tests.controller.fakes import Job, make_job
 
 ZERO, ONE = InstanceId(0), InstanceId(1)
-BY = ev.Request(by="ada")
+BY = ev.RequestTag(by="ada")
 
 
 class Asked:
@@ -173,7 +172,7 @@ async def test_a_stop_ends_the_run_as_a_signal_does_and_says_who(tmp_path: Path)
             await asked.desk.stop(BY)
         await asked.until(lambda: asked.job.inbox.is_closed)
         for late in (asked.desk.drain("0", BY), asked.desk.evaluate(BY), asked.desk.stop(BY), asked.desk.add("1", BY)):
-            with pytest.raises(ConfigError, match=rf"^{ENDED}$"):
+            with pytest.raises(ConfigError, match=rf"^{ev.ENDED}$"):
                 await late
         assert asked.state.instances[ZERO].is_member
     stops = asked.job.watcher.of(ev.StopRequested)
@@ -185,7 +184,7 @@ async def test_who_asked_is_in_the_journal_which_replays_and_audits(tmp_path: Pa
     async with under_way(tmp_path) as asked:
         for id in ("one", "one", "two"):
             with suppress(ConfigError):
-                await asked.desk.drain("1", ev.Request(id, "ada (::1)"))
+                await asked.desk.drain("1", ev.RequestTag(id, "ada (::1)"))
         with pytest.raises(ConfigError, match=r"the run has no held-out set \(eval\.sets\)"):
             await asked.desk.evaluate(BY)
         settings = asked.job.settings
@@ -279,6 +278,6 @@ async def test_a_click_on_a_run_that_has_just_ended_changes_nothing_and_says_so(
         assert (await post(f"{server.url}/run/stop", b'{"by": "ada"}'))[0] == 200
         await asked.until(lambda: asked.job.inbox.is_closed)
         for path, body in (("run/stop", b"{}"), ("run/evaluate", b"{}"), ("instances/drain", b'{"instance": "0"}')):
-            assert await post(f"{server.url}/{path}", body) == (409, ENDED)
+            assert await post(f"{server.url}/{path}", body) == (409, ev.ENDED)
         assert asked.state.instances[ZERO].is_member
     assert [event.request.by for event in asked.job.watcher.of(ev.StopRequested)][:1] == ["ada (127.0.0.1)"]

@@ -8,7 +8,6 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.core import handle
 from dora.core.ids import InstanceId
-from dora.core.on_users import ENDED
 from tests.core.builders import Core, generate, started
 from tests.core.test_evaluation import SAMPLES, evaluating, reports
 
@@ -17,8 +16,8 @@ STOPPING = "the run is being stopped: nothing was changed"
 AGAIN = "this request was answered before: nothing was changed again"
 
 
-def asking(id: str = "") -> ev.Request:
-    return ev.Request(id, "ada (127.0.0.1)")
+def asking(id: str = "") -> ev.RequestTag:
+    return ev.RequestTag(id, "ada (127.0.0.1)")
 
 
 def evaluate(core: Core, id: str = "") -> list[cmd.Command]:
@@ -157,6 +156,6 @@ def test_a_request_to_a_run_that_has_ended_changes_nothing(id: str) -> None:
     assert core.state.finished
     assert reports(core) == [0]
     for event in of_every_kind(core, id):
-        assert refusals(handle(core.state, event)) == [ENDED]
+        assert refusals(handle(core.state, event)) == [ev.ENDED]
     assert core.state.instances[ZERO].is_member
     assert not core.state.stopping

@@ -52,8 +52,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "tests/core/test_users.py",
         (
             "request-to-an-ended-run-is-silent",
-            "        if isinstance(event, ev.UserRequest):\n"
-            "            on_users.refuse(state, event, on_users.ENDED)\n",
+            "        if isinstance(event, ev.UserRequest):\n            on_users.refuse(state, event, ev.ENDED)\n",
             "",
             "test_a_request_to_a_run_that_has_ended_changes_nothing[new]",
         ),

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dora.core.events import Request
+from dora.core.events import RequestTag
 from dora.errors import ConfigError, ProtocolError, RemoteError
 from dora.observe.episodes import EpisodeStats
 from dora.observe.figures import figures
@@ -37,24 +37,24 @@ class Desk:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
-        self.requests: list[Request] = []
+        self.requests: list[RequestTag] = []
 
-    async def add(self, which: str, request: Request) -> str:
+    async def add(self, which: str, request: RequestTag) -> str:
         return self._take("add", which, request)
 
-    async def drain(self, which: str, request: Request) -> str:
+    async def drain(self, which: str, request: RequestTag) -> str:
         return self._take("drain", which, request)
 
-    async def remove(self, which: str, request: Request) -> str:
+    async def remove(self, which: str, request: RequestTag) -> str:
         return self._take("remove", which, request)
 
-    async def evaluate(self, request: Request) -> str:
+    async def evaluate(self, request: RequestTag) -> str:
         return self._take("evaluate", "", request)
 
-    async def stop(self, request: Request) -> str:
+    async def stop(self, request: RequestTag) -> str:
         return self._take("stop", "", request)
 
-    def _take(self, verb: str, which: str, request: Request) -> str:
+    def _take(self, verb: str, which: str, request: RequestTag) -> str:
         if which == "13":
             raise ConfigError("instance 13: no")
         self.asked.append((verb, which))
