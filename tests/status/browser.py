@@ -17,7 +17,8 @@ import pytest
 
 CHROMIUM: Final = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: chromium)")
-_PATIENCE_S: Final = 30.0
+_PATIENCE_S: Final = 60.0
+_POLL_S: Final = 0.05
 
 
 class Page:
@@ -48,10 +49,17 @@ class Page:
         return found["result"].get("value")
 
     async def until(self, script: str) -> None:
-        """Wait until an expression is true: the page looks at every frame."""
-        loop = f"new Promise((done) => {{ const look = () => ({script}) ? done() : setTimeout(look, 20); look(); }})"
-        async with asyncio.timeout(_PATIENCE_S):
-            await self.run(loop)
+        """Wait until an expression is true; while a page is being loaded it is not."""
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                while not await self._is_true(script):  # noqa: ASYNC110 - another process
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise AssertionError(f"not within {_PATIENCE_S:g} s: {script}; errors: {self.errors}") from None
+
+    async def _is_true(self, script: str) -> bool:
+        found = await self._call("Runtime.evaluate", expression=f"Boolean({script})", returnByValue=True)
+        return bool(found.get("result", {}).get("value") is True)
 
     async def fill(self, id: str, text: str) -> None:
         await self.run(f"document.getElementById({json.dumps(id)}).value = {json.dumps(text)}")
@@ -74,7 +82,8 @@ class Page:
 
     async def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         number = next(self._numbers)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
         session = {"sessionId": self._session} if self._session else {}
         await self._socket.send_json({"id": number, "method": method, "params": parameters, **session})
         return await answer

@@ -16,6 +16,7 @@ from dora.observe.snapshot import InstanceRow, Snapshot
 from dora.status.server import StatusServer
 from tests.escapes import HOSTILE
 from tests.status.browser import Page, browser, needs_chromium
+from tests.status.page_fixture import application
 from tests.status.test_endpoint import TOKEN, Desk
 
 pytestmark = [needs_chromium, pytest.mark.timeout(600)]
@@ -143,6 +144,23 @@ async def test_a_run_that_has_ended_takes_no_requests(tmp_path: Path, shown: Sna
         assert "granted" in await page.text("requests")
 
 
+async def test_a_page_that_only_shows_explains_the_task_and_cannot_act(tmp_path: Path) -> None:
+    runner = web.AppRunner(application("small"))
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with browser(tmp_path) as page:
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+            await page.open(url)
+            await page.until("document.getElementById('example').textContent")
+            assert await page.text("example") == "One of its prompts: “17+5-0=?”; the expected answer: “22”."
+            assert await page.run("document.getElementById('acts').hidden")
+            assert not await page.run("window.parsed")
+            assert all(request["url"].startswith(url) for request in page.requests)
+    finally:
+        await runner.cleanup()
+
+
 ATTACK = """
 (async () => {
   const url = %r, body = JSON.stringify({}), headers = { Authorization: "Bearer %s" };
@@ -167,9 +185,9 @@ async def test_a_page_of_another_origin_changes_nothing_even_with_the_token(tmp_
     async def evil(request: web.Request) -> web.Response:
         return web.Response(text="<!doctype html><body>", content_type="text/html")
 
-    application = web.Application()
-    application.router.add_get("/", evil)
-    runner = web.AppRunner(application)
+    elsewhere = web.Application()
+    elsewhere.router.add_get("/", evil)
+    runner = web.AppRunner(elsewhere)
     await runner.setup()
     desk = Desk()
     try:
