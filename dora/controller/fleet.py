@@ -166,8 +166,9 @@ class Fleet:
                 f"host allows {limits.streams}; raise the hard limit of open files (ulimit -Hn), or lower engine.slots"
             )
 
-    def join(self, url: str) -> InstanceId:
-        """Add an external server, which the caller has examined."""
+    def join(self, url: str, *, slots: int) -> InstanceId:
+        """Add an external server, which the caller has examined: it has so many slots."""
+        self.require_room(url, slots=slots)
         instance, self._next = self._next, InstanceId(self._next + 1)
         self._members[instance] = _Member(ExternalServer(url, engine=self._engine), has_joined=True)
         self._start_keeper(instance)

@@ -66,7 +66,7 @@ class UserRequests:
             found = await self._fleet.examine(url)
             self._fleet.require_room(url, slots=found.slots)
             await self._decide(ServerOffered(self._now(), url, request=request))
-            return f"instance {self._fleet.join(url)} joins: {url}, {found.release}"
+            return f"instance {self._fleet.join(url, slots=found.slots)} joins: {url}, {found.release}"
 
     async def drain(self, which: str, request: RequestTag) -> str:
         """Drain an instance: no new work; its requests move where there is room, and otherwise finish there."""
