@@ -64,6 +64,10 @@ class Page:
     async def fill(self, id: str, text: str) -> None:
         await self.run(f"document.getElementById({json.dumps(id)}).value = {json.dumps(text)}")
 
+    async def press(self, selector: str) -> None:
+        """Click an element wherever it is: what is loaded meanwhile may move it."""
+        await self.run(f"document.querySelector({json.dumps(selector)}).click()")
+
     async def click(self, selector: str, *, times: int = 1) -> None:
         """Click with the mouse, as fast as it goes."""
         place = await self.run(

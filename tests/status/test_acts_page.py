@@ -57,14 +57,14 @@ async def opened(page: Page, url: str) -> None:
     await page.open(url)
     await page.until("document.getElementById('samples-note').textContent")
     assert not await page.run("document.getElementById('acts').hidden || document.getElementById('acts').open")
-    await page.click("#acts summary")
+    await page.press("#acts summary")
     await page.until("document.getElementById('acts').open")
 
 
 async def unlocked(page: Page, url: str) -> None:
     await opened(page, url)
     await page.fill("acts-token", TOKEN)
-    await page.click("#acts-form button")
+    await page.press("#acts-form button")
     await page.until("!document.getElementById('acts-panel').hidden")
     await page.fill("acts-by", "ada")
 
@@ -73,14 +73,14 @@ async def test_requests_are_asked_back_once_and_done_once(tmp_path: Path, shown:
     desk = SlowDesk()
     async with run_with(shown, desk) as server, browser(tmp_path) as page:
         await unlocked(page, server.url)
-        await page.click("#acts-servers button")
+        await page.press("#acts-servers button")
         assert desk.asked == []
         assert await page.text("ask-title") == "Drain server 0?"
         await page.click("#ask-no")
         await page.until("!document.getElementById('ask').open")
         assert desk.asked == []
 
-        await page.click("#acts-servers button")
+        await page.press("#acts-servers button")
         await page.click("#ask-yes", times=3)
         await page.run("document.getElementById('ask-yes').click()")
         desk.released.set()
@@ -91,10 +91,10 @@ async def test_requests_are_asked_back_once_and_done_once(tmp_path: Path, shown:
         assert len(desk.requests[0].id) == 16
 
         for button, said in (("act-evaluate", "evaluate : done"), ("act-stop", "stop : done")):
-            await page.click(f"#{button}")
+            await page.press(f"#{button}")
             await page.click("#ask-yes")
             await page.until(f"document.getElementById('acts-said').textContent === 'The run says: {said}.'")
-        await page.click("[aria-label='Take back server 1 …']")
+        await page.press("[aria-label='Take back server 1 …']")
         await page.click("#ask-yes")
         await page.until("document.getElementById('acts-said').textContent === 'The run says: add 1: done.'")
         assert len({request.id for request in desk.requests}) == len(desk.requests) == 4
@@ -120,7 +120,7 @@ async def test_without_the_right_token_nothing_can_be_asked(tmp_path: Path, show
         for wrong in ("guess", "ä € 日", "x" * 5000):
             await page.run("document.getElementById('acts-said').textContent = ''")
             await page.fill("acts-token", wrong)
-            await page.click("#acts-form button")
+            await page.press("#acts-form button")
             await page.until("document.getElementById('acts-said').textContent")
             assert await page.run("document.getElementById('acts-panel').hidden")
         assert desk.asked == []
@@ -130,7 +130,7 @@ async def test_a_refusal_is_shown_in_the_words_of_the_run(tmp_path: Path, shown:
     thirteen = replace(shown, instances=(replace(shown.instances[0], instance=13),))
     async with run_with(thirteen, Desk()) as server, browser(tmp_path) as page:
         await unlocked(page, server.url)
-        await page.click("#acts-servers button")
+        await page.press("#acts-servers button")
         await page.click("#ask-yes")
         await page.until("document.getElementById('acts-said').textContent === 'Refused: instance 13: no.'")
 
