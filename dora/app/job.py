@@ -40,10 +40,10 @@ from dora.app.tracking import tracking
 from dora.config.schema import Config, RewardConfig
 from dora.controller.effects import Graders
 from dora.controller.loop import Controller, Outcome
-from dora.controller.membership import MembershipRequests
 from dora.controller.recorder import Recorder
 from dora.controller.rollouts import RolloutWriter
 from dora.controller.trainer_link import TrainerLink
+from dora.controller.user_requests import UserRequests
 from dora.core.events import Event
 from dora.core.ids import FIRST_VERSION
 from dora.core.invariants import check as check_invariants
@@ -240,7 +240,7 @@ class _Run:
             recorder=recorder,
             cluster=cluster,
         )
-        requests = MembershipRequests(fleet, state=job.state, engine=engine, inbox=opened.inbox, now=self._now)
+        requests = UserRequests(fleet, state=job.state, engine=engine, inbox=opened.inbox, now=self._now)
         if cluster is not None:
             self._stack.push_async_callback(let_nodes_leave(cluster, requests, fleet, opened))
         status_url = await self._serve_status(recorder, requests)
@@ -252,7 +252,7 @@ class _Run:
             await cluster.end(outcome.reason)
         return self._end(outcome, recorder, opened)
 
-    async def _serve_status(self, recorder: Recorder, requests: MembershipRequests) -> str:
+    async def _serve_status(self, recorder: Recorder, requests: UserRequests) -> str:
         status = self._job.config.status
         server = await self._stack.enter_async_context(
             StatusServer(

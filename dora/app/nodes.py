@@ -20,10 +20,11 @@ from dora.app.opening import Opened
 from dora.app.settings import RankPaths, live_bytes
 from dora.config.schema import Config
 from dora.controller.fleet import Fleet, Started
-from dora.controller.membership import MembershipRequests
+from dora.controller.user_requests import UserRequests
+from dora.core.events import RequestTag
 from dora.core.ids import InstanceId, VersionId
 from dora.engine.api import InferenceEngine
-from dora.errors import ConfigError, RemoteError, RunFailed
+from dora.errors import ConfigError, RemoteError, RunFailed, one_line
 from dora.node.cluster import Cluster, ClusterSettings
 from dora.node.place import Place
 from dora.tls import TlsFiles
@@ -150,7 +151,7 @@ def add_servers(fleet: Fleet, cluster: Cluster, config: Config, *, engine: Infer
 
 
 def let_nodes_leave(
-    cluster: Cluster, requests: MembershipRequests, fleet: Fleet, opened: Opened
+    cluster: Cluster, requests: UserRequests, fleet: Fleet, opened: Opened
 ) -> Callable[[], Awaitable[None]]:
     """Have nodes that want to leave do so once their servers are empty. Return what ends this."""
     leaving: set[asyncio.Task[None]] = set()
@@ -164,7 +165,7 @@ def let_nodes_leave(
             try:
                 for instance in sorted(staying):
                     if instance in opened.job.state.instances:
-                        await requests.remove(str(instance))
+                        await requests.remove(str(instance), RequestTag(by=one_line(f"node {place.name}")))
                     else:
                         await fleet.dismiss(instance)  # it has never come up
                     staying.remove(instance)

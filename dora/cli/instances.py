@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import os
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from dora.config.load import load
 from dora.errors import ConfigError, one_line
 from dora.observe.snapshot import InstanceRow
 from dora.status.client import ask, fetch
+from dora.status.server import MAX_NAME
 
 
 def show(url: str) -> None:
@@ -24,7 +26,7 @@ def show(url: str) -> None:
 
 def request(url: str, verb: str, instance: str, *, token_file: Path | None) -> None:
     """Add, drain or remove an instance, and print the run's answer."""
-    say(asyncio.run(ask(url, verb, instance, token=_token(token_file))))
+    say(asyncio.run(ask(url, verb, instance, token=_token(token_file), by=_user())))
 
 
 def draw(rows: tuple[InstanceRow, ...]) -> Table:
@@ -36,6 +38,14 @@ def draw(rows: tuple[InstanceRow, ...]) -> Table:
         cells = (str(row.instance), row.url, row.phase, version, requests, kv, row.asked)
         table.add_row(*(Text(one_line(cell)) for cell in cells))
     return table
+
+
+def _user() -> str:
+    """Return who asks, for the journal of the run; "" if this user has no name, as in some containers."""
+    try:
+        return getpass.getuser()[:MAX_NAME]
+    except (OSError, KeyError):
+        return ""
 
 
 def _token(file: Path | None) -> str:

@@ -491,7 +491,7 @@ class StatusConfig(Section):
     port: Annotated[int, Field(ge=0, le=65_535)] = 8_421
     """Port of /status, /metrics, /healthz and the page at /; 0 picks a free port."""
     token: str | None = secret("DORA_STATUS_TOKEN")
-    """Bearer token required to add, drain and remove instances (`dora instances`); reading needs none. Unset: one is
+    """Bearer token required to act on the run, on its page or by `dora instances`; reading needs none. Unset: one is
     generated for every run and written into its folder, readable by its owner only."""
 
 

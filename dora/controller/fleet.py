@@ -155,8 +155,8 @@ class Fleet:
 
     # -- membership ---------------------------------------------------------------------------------------------------
 
-    def join(self, url: str, *, slots: int) -> InstanceId:
-        """Add an external server, which the caller has examined: it has so many slots."""
+    def require_room(self, url: str, *, slots: int) -> None:
+        """Raise ConfigError if a server with so many slots needs more connections than this host allows."""
         limits = self._limits
         slots = min(limits.slots or slots, slots)
         needed = slots + sum(self._rows[id].slots if id in self._rows else slots for id in self._members)
@@ -165,6 +165,10 @@ class Fleet:
                 f"{url}: the requests of {len(self._members) + 1} instances need up to {needed} connections, but this "
                 f"host allows {limits.streams}; raise the hard limit of open files (ulimit -Hn), or lower engine.slots"
             )
+
+    def join(self, url: str, *, slots: int) -> InstanceId:
+        """Add an external server, which the caller has examined: it has so many slots."""
+        self.require_room(url, slots=slots)
         instance, self._next = self._next, InstanceId(self._next + 1)
         self._members[instance] = _Member(ExternalServer(url, engine=self._engine), has_joined=True)
         self._start_keeper(instance)

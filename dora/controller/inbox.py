@@ -9,8 +9,8 @@ import asyncio
 from typing import Any, Final
 
 from dora.core.commands import Command
-from dora.core.events import Event
-from dora.errors import RemoteError
+from dora.core.events import ENDED, Event
+from dora.errors import ConfigError, RemoteError
 
 #: Maximum number of queued events. Each comes from a command in flight or a periodic report, so the queue is never
 #: nearly full; if it were, `emit` would wait.
@@ -25,6 +25,7 @@ class Inbox:
     def __init__(self) -> None:
         self._queue: asyncio.Queue[Event] = asyncio.Queue(QUEUE_SIZE)
         self._asked: dict[int, asyncio.Future[list[Command]]] = {}  # by id() of the event
+        self.is_closed = False  #: no event is handled any more
 
     async def emit(self, event: Event) -> None:
         """Queue an event."""
@@ -35,7 +36,12 @@ class Inbox:
         self._queue.put_nowait(event)
 
     async def ask(self, event: Event) -> list[Command]:
-        """Queue an event and return the commands that it leads to; RemoteError after ASK_TIMEOUT_S."""
+        """Queue an event and return the commands that it leads to.
+
+        RemoteError after ASK_TIMEOUT_S; ConfigError if the run has ended.
+        """
+        if self.is_closed:
+            raise ConfigError(ENDED)
         answer: asyncio.Future[list[Command]] = asyncio.get_running_loop().create_future()
         self._asked[id(event)] = answer
         try:
@@ -51,6 +57,13 @@ class Inbox:
         """Return the commands for an event to its `ask`, if any."""
         if id(event) in self._asked:
             self._asked[id(event)].set_result(commands)
+
+    def close(self) -> None:
+        """Refuse every `ask` from now on, and those that wait: no event is handled any more."""
+        self.is_closed = True
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(ConfigError(ENDED))
 
     async def take(self) -> Event:
         """Wait for the next event."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import structlog
 
@@ -32,6 +32,9 @@ from dora.errors import DoraError, RunFailed
 from dora.journal.commits import Commits
 
 log = structlog.get_logger(__name__)
+
+#: Who stops a run by SIGINT (Ctrl-C) or SIGTERM.
+SIGNAL: Final = "a signal"
 
 
 class JournalSink(Protocol):
@@ -106,13 +109,10 @@ class Controller:
         self._log: Any = log.bind()  # a lazy logger would look up its level as slowly as the core handles an event
         self._outcome: Outcome | None = None
         self._error: RunFailed | None = None
-        self._interrupted = False
 
     def interrupt(self) -> None:
-        """Stop cleanly; everything in flight is kept for a resume."""
-        self._interrupted = True
-        self._orders.close(trains=False)
-        self._inbox.emit_soon(ev.Ticked(self._now()))  # wakes the loop
+        """Stop cleanly, as if a user had asked for it; everything in flight is kept for a resume."""
+        self._inbox.emit_soon(ev.StopRequested(self._now(), request=ev.RequestTag(by=SIGNAL)))
 
     async def run(self, first: list[ev.Event]) -> Outcome:
         """Run until the core ends the run or it is interrupted; `first` are events from before the start."""
@@ -131,6 +131,7 @@ class Controller:
                 raise _first(group) from None
             log.warning("failed_after_the_end", reason=str(_first(group)))
         finally:
+            self._inbox.close()
             self._commits.sync()
         if self._error is not None:
             raise self._error
@@ -145,10 +146,8 @@ class Controller:
                 self._tasks.background(loop, name=name)
 
     async def _consume(self) -> None:
-        while self._outcome is None and self._error is None and not self._interrupted:
+        while self._outcome is None and self._error is None:
             await self._apply(await self._inbox.take())
-        if self._outcome is None and self._interrupted:
-            self._outcome = Outcome(finished=False, reason="everything in flight is kept")
 
     async def _apply(self, event: ev.Event) -> None:
         self._observer.before(event)
@@ -163,13 +162,19 @@ class Controller:
             self._log.debug("event_handled", fact=event, commands=len(commands))
         self._observer.on_event(event, commands, position=self._position)
         for command in commands:
-            self._note_the_end(command)
+            self._note_the_end(command, event)
             self._orders.carry_out(command, position=self._position)
 
-    def _note_the_end(self, command: cmd.Command) -> None:
+    def _note_the_end(self, command: cmd.Command, event: ev.Event) -> None:
         if isinstance(command, cmd.FinishRun):
             self._outcome = Outcome(finished=True, reason=command.reason)
             self._orders.close(trains=True)
+        elif isinstance(command, cmd.StopRun):
+            assert isinstance(event, ev.StopRequested)
+            by = event.request.by
+            stopped = f"stopped by {by}; " if by != SIGNAL else ""
+            self._outcome = Outcome(finished=False, reason=f"{stopped}everything in flight is kept")
+            self._orders.close(trains=False)
         elif isinstance(command, cmd.FailRun):
             self._error = RunFailed(command.reason)
 
@@ -197,7 +202,7 @@ class Controller:
     async def _save_checkpoint(self) -> None:
         """Wait for a checkpoint of the last step; at the end of a job the trainer writes one unasked."""
         feed = self.state.feed
-        if not self._interrupted and max(feed.checkpoints) >= feed.trained:
+        if self.state.finished and max(feed.checkpoints) >= feed.trained:
             return
         checkpoint = asyncio.create_task(
             self._trainer.checkpoint(timeout_s=self._stop_timeout_s), name="last-checkpoint"

@@ -152,6 +152,7 @@ _CARRY_OUT: Final[dict[type[cmd.Command], Callable[[Orders, Any, int], None]]] =
     cmd.ReleaseVersion: Orders._release,
     cmd.DropCheckpoint: Orders._drop_checkpoint,
     cmd.ReportEvaluation: Orders._report,
+    cmd.StopRun: Orders._note,
     cmd.FinishRun: Orders._note,
     cmd.FailRun: Orders._note,
     cmd.AdmitGroup: Orders._admit,

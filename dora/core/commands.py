@@ -101,9 +101,9 @@ class StopRequest(Command, frozen=True):
 
 
 class RefuseRequest(Command, frozen=True):
-    """Refuse an InstanceDrainRequested or InstanceRecalled."""
+    """Refuse what a user asks for (events.UserRequest)."""
 
-    instance: InstanceId
+    instance: InstanceId | None  #: None if the request is not about one
     reason: str
 
 
@@ -130,6 +130,10 @@ class ReportEvaluation(Command, frozen=True):
     """Report the evaluation of a version, whose samples are all graded."""
 
     version: VersionId
+
+
+class StopRun(Command, frozen=True):
+    """End the run now, with everything in flight kept for a resume."""
 
 
 class FinishRun(Command, frozen=True):
@@ -208,6 +212,7 @@ AnyCommand = (
     | ReleaseVersion
     | DropCheckpoint
     | ReportEvaluation
+    | StopRun
     | FinishRun
     | FailRun
     | AdmitGroup

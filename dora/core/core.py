@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from dora.core import events as ev
-from dora.core import on_calls, on_instances, on_requests, on_run, on_training
+from dora.core import on_calls, on_instances, on_requests, on_run, on_training, on_users
 from dora.core.commands import Command
 from dora.core.decide import settle
 from dora.core.excerpt import lines_of
@@ -25,9 +25,11 @@ def handle(state: State, event: ev.Event) -> list[Command]:
     """
     if isinstance(event, ev.ControllerRestarted) and (state.stalled or event.steps > state.settings.steps):
         state.finished = state.stalled = False
-    if state.finished and not isinstance(event, ev.CheckpointSaved):  # the last checkpoint may be saved after the end
-        return []
     out = state.out = []
+    if state.finished and not isinstance(event, ev.CheckpointSaved):  # the last checkpoint may be saved after the end
+        if isinstance(event, ev.UserRequest):
+            on_users.refuse(state, event, ev.ENDED)
+        return out
     state.now = event.at
     state.cause = kind = type(event)
     state.agenda.at_rest = False
@@ -45,8 +47,6 @@ HANDLERS: Final[dict[type[ev.Event], Callable[[State, Any], None]]] = {
     ev.InstanceUp: on_instances.on_instance_up,
     ev.InstanceLost: on_instances.on_instance_lost,
     ev.InstanceRemoved: on_instances.on_instance_removed,
-    ev.InstanceDrainRequested: on_instances.on_instance_drain_requested,
-    ev.InstanceRecalled: on_instances.on_instance_recalled,
     ev.ProgressReported: on_instances.on_progress_reported,
     ev.PrefillReported: on_instances.on_prefill_reported,
     ev.KvPressureReported: on_instances.on_kv_pressure_reported,
@@ -64,6 +64,11 @@ HANDLERS: Final[dict[type[ev.Event], Callable[[State, Any], None]]] = {
     ev.StepTrained: on_training.on_step_trained,
     ev.VersionPublished: on_training.on_version_published,
     ev.CheckpointSaved: on_training.on_checkpoint_saved,
+    ev.InstanceDrainRequested: on_users.on_user_request,
+    ev.InstanceRecalled: on_users.on_user_request,
+    ev.ServerOffered: on_users.on_user_request,
+    ev.EvaluationRequested: on_users.on_user_request,
+    ev.StopRequested: on_users.on_user_request,
     ev.Ticked: on_run.on_ticked,
     ev.ControllerRestarted: on_run.on_controller_restarted,
 }

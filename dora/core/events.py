@@ -9,6 +9,7 @@ Events are msgspec structs, which are faster than frozen dataclasses (bench/core
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
@@ -83,19 +84,6 @@ class WeightPushFailed(Event, frozen=True):
     instance: InstanceId
     attempt: int
     reason: str
-
-
-class InstanceDrainRequested(Event, frozen=True):
-    """A user wants the instance drained, to be recalled later or, with `leave`, to leave the run."""
-
-    instance: InstanceId
-    leave: bool
-
-
-class InstanceRecalled(Event, frozen=True):
-    """A user wants a drained instance back."""
-
-    instance: InstanceId
 
 
 class InstanceRemoved(Event, frozen=True):
@@ -226,6 +214,53 @@ class CheckpointSaved(Event, frozen=True):
     chain: str = ""  #: of the last step trained
 
 
+# -- requests of users --------------------------------------------------------------------------------------------
+
+
+#: Why a request to a run that has ended is refused.
+ENDED: Final = "the run has ended: nothing was changed"
+
+
+class RequestTag(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """Who asks, and the id under which this is done at most once."""
+
+    id: str = ""  #: "": as often as it is asked
+    by: str = ""  #: one short line of printable characters; "" if it is not known
+
+
+class UserRequest(Event, frozen=True, kw_only=True):
+    """Base class of what users ask for. It is granted, or answered with RefuseRequest."""
+
+    request: RequestTag = RequestTag()
+
+
+class InstanceDrainRequested(UserRequest, frozen=True):
+    """A user wants the instance drained, to be recalled later or, with `leave`, to leave the run."""
+
+    instance: InstanceId
+    leave: bool
+
+
+class InstanceRecalled(UserRequest, frozen=True):
+    """A user wants a drained instance back."""
+
+    instance: InstanceId
+
+
+class ServerOffered(UserRequest, frozen=True):
+    """A user adds a server, which has been examined; if this is granted, it joins and comes up."""
+
+    url: str
+
+
+class EvaluationRequested(UserRequest, frozen=True):
+    """A user wants the newest version evaluated next."""
+
+
+class StopRequested(UserRequest, frozen=True):
+    """A user wants the run to stop; everything in flight is kept for a resume."""
+
+
 # -- the run ------------------------------------------------------------------------------------------------------
 
 
@@ -254,9 +289,12 @@ AnyEvent = (
     | ProgressReported
     | PrefillReported
     | KvPressureReported
+    | InstanceRemoved
     | InstanceDrainRequested
     | InstanceRecalled
-    | InstanceRemoved
+    | ServerOffered
+    | EvaluationRequested
+    | StopRequested
     | WeightPushFinished
     | WeightPushFailed
     | PromptsArrived

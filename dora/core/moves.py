@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dora.core.commands import DismissInstance, RefuseRequest
-from dora.core.ids import InstanceId
+from dora.core.commands import DismissInstance
 from dora.core.occupancy import (
     condemn,
     count_in_fleet,
@@ -163,9 +162,3 @@ def _start_again(state: State, trajectory: Trajectory, instance: Instance) -> No
         reserve(state, trajectory, target)
     else:
         stop(state, trajectory)
-
-
-def refuse(state: State, instance: InstanceId, reason: str) -> None:
-    """Refuse a user's request."""
-    state.out.append(RefuseRequest(instance, f"instance {instance}: {reason}"))
-    state.agenda.at_rest = True

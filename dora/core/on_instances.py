@@ -7,7 +7,7 @@ from typing import Final
 from dora.core import events as ev
 from dora.core.endings import go_on
 from dora.core.ids import TrajectoryId
-from dora.core.moves import drain, move_call, recall, refuse, relieve
+from dora.core.moves import move_call, relieve
 from dora.core.occupancy import (
     condemn,
     count_in_fleet,
@@ -17,7 +17,7 @@ from dora.core.occupancy import (
     take_count,
     unreserve,
 )
-from dora.core.phases import Membership, TrajectoryPhase, WeightsPhase
+from dora.core.phases import TrajectoryPhase, WeightsPhase
 from dora.core.pushes import confirmed, push_ended, resumed
 from dora.core.state import State
 from dora.core.tables import Instance
@@ -126,32 +126,6 @@ def on_kv_pressure_reported(state: State, event: ev.KvPressureReported) -> None:
         relieve(state, instance)
     else:
         freed(state, instance)
-
-
-def on_instance_drain_requested(state: State, event: ev.InstanceDrainRequested) -> None:
-    instance = state.instances.get(event.instance)
-    if instance is None:
-        refuse(state, event.instance, "there is no such instance, or it has not come up yet")
-    elif instance.is_member and state.num_up - (instance.weights is not WeightsPhase.LOST) < 1:
-        refuse(state, event.instance, "no other instance is there to take its work; add one first")
-    else:
-        if instance.is_member:
-            drain(state, instance)
-        if event.leave and instance.membership is Membership.DRAINED:
-            instance.change(Membership.LEAVING, state.cause)
-            state.leaving[instance.id] = instance
-
-
-def on_instance_recalled(state: State, event: ev.InstanceRecalled) -> None:
-    instance = state.instances.get(event.instance)
-    if instance is None:
-        refuse(state, event.instance, "there is no such instance, or it has not come up yet")
-    elif instance.is_member:
-        refuse(state, event.instance, "it takes part already")
-    elif instance.membership is Membership.DISMISSED:
-        refuse(state, event.instance, "it is leaving the run just now")
-    else:
-        recall(state, instance)
 
 
 def on_weight_push_finished(state: State, event: ev.WeightPushFinished) -> None:

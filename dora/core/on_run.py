@@ -100,6 +100,7 @@ def on_controller_restarted(state: State, event: ev.ControllerRestarted) -> None
             grade(state, trajectory)
         elif trajectory.phase is _CALLING:
             restart_call(state, trajectory, replayable=trajectory.id in event.replayable)
+    state.stopping = False
     state.missing = set(event.missing)
     state.feed.open_step = None
     state.feed.idle_s = state.feed.uneven_s = 0.0  # counted anew, like the time since `step_trained_at`

@@ -30,6 +30,9 @@ PRIOR_LENGTH_SHARE: Final = 0.25
 #: of 1 leaves a third of the KV empty (docs/DECISIONS.md), and 0 makes the server retract requests.
 KV_RESERVE: Final = 1 / 3
 
+#: Number of ids of users' requests to remember.
+MAX_REQUESTS: Final = 256
+
 
 @dataclass(slots=True)
 class Counters:
@@ -111,6 +114,10 @@ class State:
     step_trained_at: float = 0.0
     finished: bool = False  #: FinishRun or FailRun was ordered: no more commands follow
     stalled: bool = False  #: FailRun was ordered for lack of progress; a new controller may continue
+    stopping: bool = False  #: StopRun was ordered: events still count, and users' requests are refused
+
+    # -- users
+    requests: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))  #: ids of the latest requests
 
     # -- output
     cause: Cause = Event  #: of the present changes of phases: the event being handled, or the decision being made

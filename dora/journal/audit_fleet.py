@@ -73,7 +73,8 @@ def _on_instance_recalled(t: AuditTables, event: ev.InstanceRecalled) -> None:
 
 
 def _refuse_request(t: AuditTables, order: cmd.RefuseRequest) -> None:
-    t.instance(order.instance).barred = t.instance(order.instance).was_barred
+    if order.instance is not None:
+        t.instance(order.instance).barred = t.instance(order.instance).was_barred
 
 
 def _dismiss_instance(t: AuditTables, order: cmd.DismissInstance) -> None:

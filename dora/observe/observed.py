@@ -26,6 +26,7 @@ from dora.observe.facts import ShellFacts
 from dora.observe.figures import Figure, figures
 from dora.observe.lanes import Lanes
 from dora.observe.load import SlotUse
+from dora.observe.requests import RequestLog
 from dora.observe.scores import Score
 from dora.observe.snapshot import Counts, Snapshot, snapshot
 from dora.observe.steps import StepFacts, Steps
@@ -93,6 +94,7 @@ class Folded:
     slots: SlotUse = field(default_factory=SlotUse)
     durations: Durations = field(default_factory=Durations)
     episodes: TimedEpisodes = field(default_factory=TimedEpisodes)
+    requests: RequestLog = field(default_factory=RequestLog)
     trained: list[StepFacts] = field(default_factory=list)  #: of a replay: every step, once
 
     @classmethod
@@ -117,6 +119,7 @@ class Folded:
         self.slots.apply(state, event)
         self.durations.note(event, commands)
         self.episodes.apply(event, commands, group_size=state.settings.group_size)
+        self.requests.note(event, commands, newest=state.window.newest)
 
 
 class _Trained(msgspec.Struct):
@@ -153,6 +156,7 @@ class Observed:
         self._reports: dict[StepId, Mapping[str, float]] = {}
         self._cpu_s = cpu_s
         facts.durations = folded.durations
+        facts.requests = folded.requests.rows
         facts.starting = {*state.instances}
         for step in folded.trained:
             facts.note_step(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Final
 
 import aiohttp
@@ -10,7 +11,7 @@ import msgspec
 from dora.errors import ConfigError, ProtocolError, RemoteError, one_line
 from dora.observe.snapshot import Snapshot, decode
 from dora.status.page_server import InstanceReply
-from dora.status.server import InstanceRequest
+from dora.status.server import InstanceRequest, RunRequest
 
 #: Maximum size of a status: 64 servers, 4,096 groups of a step and 4,000 evaluations take 1.5 MB.
 MAX_STATUS_BYTES: Final = 4 << 20
@@ -24,11 +25,16 @@ async def fetch(url: str, *, timeout_s: float = 10.0) -> Snapshot:
     return decode(body)
 
 
-async def ask(url: str, verb: str, instance: str, *, token: str, timeout_s: float = 120.0) -> str:
-    """Add, drain or remove an instance; return the run's answer. ConfigError if it refuses."""
-    path = f"/instances/{verb}"
+async def ask(
+    url: str, verb: str, instance: str | None = None, *, token: str, by: str = "", timeout_s: float = 120.0
+) -> str:
+    """Add, drain or remove an instance or, without one, evaluate or stop; return the run's answer. ConfigError if it
+    refuses."""
+    path = f"/run/{verb}" if instance is None else f"/instances/{verb}"
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-    body = msgspec.json.encode(InstanceRequest(instance))
+    id = secrets.token_hex(8)
+    asked = RunRequest(id=id, by=by) if instance is None else InstanceRequest(id=id, by=by, instance=instance)
+    body = msgspec.json.encode(asked)
     status, answer = await _send("POST", url, path, timeout_s=timeout_s, headers=headers, body=body)
     reply = reply_text(answer, address=_base(url) + path, status=status)
     if status != 200:

@@ -42,6 +42,7 @@ class Info(msgspec.Struct, frozen=True):
 
     run_id: str
     live: bool  #: whether the run is in progress
+    takes_requests: bool  #: whether this server takes requests to the run, with its token
     constraints: tuple[Constraint, ...]
     audit: str  #: the command that proves the constraints from the journal
 
@@ -54,11 +55,12 @@ class RunData:
     groups: Callable[[], Awaitable[Sequence[GroupRow]]]
     records: Records | None
     folder: Path | None  #: as the user would write it
+    takes_requests: bool = False
 
     async def present(self) -> dict[str, bytes]:
         """Return the JSON of each of CURRENT."""
         now = await self.snapshot()
-        info, groups = _info(now, self.folder), await self.groups()
+        info, groups = self._info(now), await self.groups()
         return {"status": encode(now), "info": msgspec.json.encode(info), "groups": msgspec.json.encode(groups)}
 
     async def rows(self, name: str, *, since: int = 0) -> bytes:
@@ -68,22 +70,22 @@ class RunData:
         read = {"steps": self.records.steps, "timeline": self.records.timeline, "samples": self.records.samples}[name]
         return await asyncio.to_thread(read, since)
 
-
-def _info(now: Snapshot, folder: Path | None) -> Info:
-    counts = now.counts
-    rows = (
-        ("C1", "no answer has tokens of two policy versions", "version_conflicts", counts.version_conflicts),
-        ("C2", "no answer is dropped or cut by the scheduler", "scheduling_aborts", counts.scheduling_aborts),
-        (
-            "C3",
-            f"no group is trained more than {now.max_staleness} steps after its version",
-            "staleness_violations",
-            counts.staleness_violations,
-        ),
-    )
-    return Info(
-        run_id=now.run_id,
-        live=now.phase not in ENDED,
-        constraints=tuple(Constraint(*row, now.by_design.get(row[0], "")) for row in rows),
-        audit=f"dora audit {folder if folder is not None else now.run_id}",
-    )
+    def _info(self, now: Snapshot) -> Info:
+        counts = now.counts
+        rows = (
+            ("C1", "no answer has tokens of two policy versions", "version_conflicts", counts.version_conflicts),
+            ("C2", "no answer is dropped or cut by the scheduler", "scheduling_aborts", counts.scheduling_aborts),
+            (
+                "C3",
+                f"no group is trained more than {now.max_staleness} steps after its version",
+                "staleness_violations",
+                counts.staleness_violations,
+            ),
+        )
+        return Info(
+            run_id=now.run_id,
+            live=now.phase not in ENDED,
+            takes_requests=self.takes_requests,
+            constraints=tuple(Constraint(*row, now.by_design.get(row[0], "")) for row in rows),
+            audit=f"dora audit {self.folder if self.folder is not None else now.run_id}",
+        )

@@ -1,15 +1,15 @@
 """Rows of metrics.jsonl as scalars, and reading them while the run writes them.
 
-Invariant: the name of a scalar is the path of its value in the row, with `/` between keys. In rows of an evaluation the
-name begins with `evaluation/<name of the set>`. Text and null are left out. A list of names becomes a scalar 1 for each
-name.
+Invariant: the name of a scalar is the path of its value in the row, with `/` between keys; a name that would have no
+group, as trackers call what is before the first `/`, gets that of GROUPS. In rows of an evaluation the name begins with
+`evaluation/<name of the set>`. Text and null are left out. A list of names becomes a scalar 1 for each name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Final, Literal
 
 import msgspec
 
@@ -18,6 +18,20 @@ from dora.trackers.api import TrackedRow
 
 #: Keys that are not values.
 _HEAD = ("kind", "step", "version", "name")
+#: The values of a step that have no keys of their own, by group.
+GROUPS: Final = {
+    "reward": ("reward_mean", "reward_all_mean", "all_right", "all_wrong", "all_same", "mixed", "zero_variance_groups"),
+    "response": ("response_len_mean", "response_len_p90", "response_len_max"),
+    "rollout": ("tokens_per_s", "rollout_idle_share", "num_groups", "num_tokens", "live_versions", "window"),
+    "staleness": ("staleness_mean",),
+    "time": ("at", "duration_s", "idle_s"),
+    "checks": (
+        *("version_conflicts", "scheduling_aborts", "staleness_violations"),
+        *("late_completions", "migrations", "recovered"),
+    ),
+    "controller": ("lag_p99_s", "controller_cpu_s"),
+}
+_GROUP_OF: Final = {name: group for group, names in GROUPS.items() for name in names}
 
 
 class RowReader:
@@ -65,8 +79,15 @@ def parse(number: int, line: bytes, *, began: float) -> TrackedRow | None:
         scalars = {"evaluation/skipped": 1.0}
     else:
         prefix = f"evaluation/{row.get('name')}/" if axis == "version" else ""
-        scalars = dict(_flat({k: v for k, v in row.items() if k not in _HEAD}, prefix))
+        found = _flat({k: v for k, v in row.items() if k not in _HEAD}, prefix)
+        scalars = {_grouped(name): scalar for name, scalar in found}
     return TrackedRow(number, axis, value, began + at, scalars) if scalars else None
+
+
+def _grouped(name: str) -> str:
+    if name.startswith("trainer/lag="):
+        return name.replace("trainer", "by_staleness", 1)  # what it measures over all tokens stays in `trainer`
+    return f"{_GROUP_OF[name]}/{name}" if name in _GROUP_OF else name
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:

@@ -485,6 +485,13 @@ class Outside:
             if was_barred:
                 self.barred.add(instance)
 
+    def evaluate(self) -> None:
+        evaluation, newest, before = self.state.evaluation, self.state.window.newest, self.refusals
+        known = (evaluation.version, evaluation.due, self.state.evaluated)
+        can = bool(evaluation.prompt_tokens) and newest is not None and newest not in known
+        self.deliver(ev.EvaluationRequested(self.now))
+        assert (self.refusals == before) == can
+
     def let_go(self, instance: InstanceId) -> None:
         """The keeper of the instance has ended; its reports may still arrive, again and too late."""
         self._void(instance)

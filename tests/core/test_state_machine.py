@@ -210,6 +210,11 @@ class AnyOrder(RuleBasedStateMachine):
     def recall(self, index: int) -> None:
         self.outside.recall(pick(sorted(self.outside.barred), index))
 
+    @while_running(lambda o: True)
+    @rule()
+    def evaluate(self) -> None:
+        self.outside.evaluate()
+
     @while_running(lambda o: o.dismissed)
     @rule(index=_INDEX)
     def let_go(self, index: int) -> None:

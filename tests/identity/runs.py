@@ -192,9 +192,13 @@ def _of_servers(o: Outside, r: random.Random) -> Iterator[Callable[[], Any]]:
         yield lambda: o.fail_push(r.choice(list(o.pushes)))
 
 
+#: The request of an event that names nobody.
+NOBODY: Final = b',"request":{"id":"","by":""}'
+
+
 def encoded(event: ev.Event, commands: Sequence[Command]) -> bytes:
     """Return the bytes of the journal's record, without fields that were added since the digests were recorded."""
     record = msgspec.json.encode(Handled(event, tuple(commands)))
-    for later in (b',"replayable":[]', b',"replays":0', b',"max_episodes":0', b',"version":null,"digest":""'):
+    for later in (b',"replayable":[]', b',"replays":0', b',"max_episodes":0', b',"version":null,"digest":""', NOBODY):
         record = record.replace(later, b"")
     return record

@@ -19,6 +19,7 @@ from tests.mutants import (
     takeovers,
     templates,
     trust,
+    users,
 )
 from tests.mutants.mutant import Mutant, of
 
@@ -1206,4 +1207,5 @@ MUTANTS: Final = (
     *templates.MUTANTS,
     *relay.MUTANTS,
     *trust.MUTANTS,
+    *users.MUTANTS,
 )

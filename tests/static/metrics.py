@@ -19,6 +19,7 @@ from dora.observe.facts import ShellFacts
 from dora.observe.figures import Figure, figures
 from dora.observe.snapshot import snapshot
 from dora.status import metrics
+from dora.trackers.rows import GROUPS
 from dora.trainer.metrics import LAGGED, MEASURED, PROBED, WHOLE
 from tests.core.world import settings
 
@@ -80,11 +81,16 @@ after a crash or a resume. `dora run --train-only` has no trackers.
 A process gets its tracker's variables, those that every process needs (`PATH`, `HOME`, proxies and certificates), and
 those named in `tracking.pass_environment`; no key of DORA or of another tracker.
 
-**Names.** A scalar is named by its path in the row: `reward_mean`, `trainer/loss`, `trainer/all/entropy`,
-`dropped/<reason>`, `staleness/0`, and for an evaluation `evaluation/<set>/mean`. A raised drift alarm is
-`alarms/<name>` = 1. Texts and `null` are left out. The x axis is the step or, for an evaluation, the version (in W&B
-the metrics `step` and `version`; W&B's own step is the number of the row). TensorBoard stores scalars in float32. The
-configuration is logged once, without secrets.
+**Names.** A scalar is named by its path in the row: `trainer/loss`, `trainer/all/entropy`, `dropped/<reason>`,
+`staleness/0`, and for an evaluation `evaluation/<set>/mean`. Trackers group scalars by what is before the first `/`. So
+a scalar without one gets a group of the table below, as in `reward/reward_mean`, and what the trainer measures at each
+staleness is a group of its own, as in `by_staleness/lag=0/entropy`. A raised drift alarm is `alarms/<name>` = 1. Texts
+and `null` are left out. The x axis is the step or, for an evaluation, the version (in W&B the metrics `step` and
+`version`; W&B's own step is the number of the row). TensorBoard stores scalars in float32. The configuration is logged
+once, without secrets.
+
+| group | scalars |
+|---|---|
 """  # noqa: E501
 _MONITORING: Final = """## Monitoring
 
@@ -181,7 +187,7 @@ def render() -> str:
         *(*_meanings("a rank waits", activities.WAITING), ""),
         *(*_meanings("instance", activities.INSTANCE), ""),
         *(*_meanings("an instance is empty", activities.EMPTY | _refusals()), ""),
-        *(_TRACKERS, seen.monitoring()),
+        *(_TRACKERS + "\n".join(_groups()), "", seen.monitoring()),
         *(_ALARMS, *causes, "", rules[0].upper() + rules[1:], _CHECK.rstrip()),
     ]
     return "\n".join(parts) + "\n"
@@ -235,6 +241,10 @@ def _families() -> dict[str, tuple[str, str]]:
     whole = replace(present, environment=EnvironmentRow(calling=0, failed={}), trainer_metrics=dict.fromkeys(keys, 0.0))
     found = re.findall(r"# HELP dora_(\w+) (.+)\n# TYPE \w+ (\w+)", metrics.render(whole))
     return {name: (kind, text) for name, text, kind in found}
+
+
+def _groups() -> list[str]:
+    return [f"| `{group}` | {', '.join(f'`{name}`' for name in names)} |" for group, names in GROUPS.items()]
 
 
 def _rows(rows: Mapping[str, Figure], seen: _Shown) -> Iterator[str]:

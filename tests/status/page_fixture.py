@@ -454,6 +454,7 @@ class Run:
             "info": {
                 "run_id": "sums-2026-11-23",
                 "live": self.trained < self.steps,
+                "takes_requests": False,
                 "constraints": [],
                 "audit": "dora audit runs/sums-2026-11-23",
             },

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from dora.core.events import RequestTag
 from dora.errors import ConfigError, ProtocolError, RemoteError
 from dora.observe.episodes import EpisodeStats
 from dora.observe.figures import figures
@@ -23,7 +24,7 @@ from dora.observe.snapshot import Snapshot
 from dora.status import metrics
 from dora.status.client import ask, fetch
 from dora.status.page_server import MAX_ARRIVING_BYTES, MAX_BODY_BYTES, MAX_CONNECTIONS
-from dora.status.server import StatusServer
+from dora.status.server import MAX_NAME, StatusServer
 from dora.trainer.metrics import METRICS
 from tests.escapes import HOSTILE
 from tests.made import poisoned
@@ -36,20 +37,28 @@ class Desk:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
+        self.requests: list[RequestTag] = []
 
-    async def add(self, which: str) -> str:
-        return self._take("add", which)
+    async def add(self, which: str, request: RequestTag) -> str:
+        return self._take("add", which, request)
 
-    async def drain(self, which: str) -> str:
-        return self._take("drain", which)
+    async def drain(self, which: str, request: RequestTag) -> str:
+        return self._take("drain", which, request)
 
-    async def remove(self, which: str) -> str:
-        return self._take("remove", which)
+    async def remove(self, which: str, request: RequestTag) -> str:
+        return self._take("remove", which, request)
 
-    def _take(self, verb: str, which: str) -> str:
+    async def evaluate(self, request: RequestTag) -> str:
+        return self._take("evaluate", "", request)
+
+    async def stop(self, request: RequestTag) -> str:
+        return self._take("stop", "", request)
+
+    def _take(self, verb: str, which: str, request: RequestTag) -> str:
         if which == "13":
             raise ConfigError("instance 13: no")
         self.asked.append((verb, which))
+        self.requests.append(request)
         return f"{verb} {which}: done"
 
 
@@ -246,6 +255,36 @@ async def test_a_request_without_the_token_is_refused_and_changes_nothing(middle
             assert (got.status, await got.json()) == (401, {"said": "the token is missing or wrong"})
         assert (await get(f"{server.url}/status"))[0] == 200  # reading needs none
     assert desk.asked == []
+
+
+@pytest.mark.parametrize("path", ["instances/add", "instances/remove", "run/evaluate", "run/stop"])
+async def test_everything_that_changes_the_run_needs_the_token(middle: Snapshot, path: str):
+    desk = Desk()
+    async with StatusServer(lambda: middle, host="127.0.0.1", port=0, requests=desk, token=TOKEN) as server:
+        for headers in ({}, {"Authorization": "Bearer guess"}, {"Cookie": f"token={TOKEN}"}):
+            url = f"{server.url}/{path}?token={TOKEN}"
+            async with aiohttp.ClientSession() as session, session.post(url, headers=headers, json={}) as answer:
+                assert answer.status == 401
+        assert (await get(f"{server.url}/{path}", Authorization=f"Bearer {TOKEN}"))[0] == 405
+    assert desk.asked == []
+
+
+async def test_who_asks_is_a_short_line_with_the_address(middle: Snapshot):
+    desk = Desk()
+    async with StatusServer(lambda: middle, host="127.0.0.1", port=0, requests=desk, token=TOKEN) as server:
+        for name in ("", "ada", f"a\n{HOSTILE}"[:MAX_NAME], "\u202eada"):
+            await ask(server.url, "evaluate", token=TOKEN, by=name)
+        with pytest.raises(ConfigError, match="not a request"):
+            await ask(server.url, "stop", token=TOKEN, by="a" * (MAX_NAME + 1))
+    found = [request.by for request in desk.requests]
+    assert found[:2] == ["127.0.0.1", "ada (127.0.0.1)"]
+    assert all(by.isprintable() and by.endswith("127.0.0.1" if by == found[0] else "(127.0.0.1)") for by in found)
+    assert len({request.id for request in desk.requests}) == 4
+
+
+async def test_the_token_can_be_tried_without_asking_for_anything(server: StatusServer):
+    for header, code in ((f"Bearer {TOKEN}", 200), ("Bearer guess", 401), ("", 401)):
+        assert (await get(f"{server.url}/run/token", Authorization=header))[0] == code
 
 
 async def test_a_token_that_is_not_text_is_refused(server: StatusServer):

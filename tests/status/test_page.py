@@ -20,6 +20,7 @@ from dora.observe import activities, facts, observed, scores, snapshot
 from dora.observe.drift import Alarm
 from dora.observe.episodes import EnvironmentRow, EpisodeStats
 from dora.observe.groups import GroupRow
+from dora.observe.requests import RequestRow
 from dora.observe.snapshot import Snapshot
 from dora.status import data
 from dora.status.data import Info
@@ -137,6 +138,7 @@ FIELDS: Final = {
     "g": names(GroupRow),
     "k": {*names(KeptTrajectory), "num_tokens", "num_parts"},  # of all of them, as the reply has the first ones
     "u": names(KeptPart),
+    "q": names(RequestRow),
 }
 
 
@@ -148,7 +150,7 @@ def test_the_page_reads_only_fields_that_exist(letter: str) -> None:
 
 
 def test_the_page_reads_only_nested_fields_that_exist() -> None:
-    assert read("info") == {"live", "audit"} <= names(Info)
+    assert read("info") == {"live", "audit", "takes_requests"} <= names(Info)
     nested = {"trainer": snapshot.TrainerRow, "counts": snapshot.Counts, "tokens": facts.TokenAccount}
     for name, kind in nested.items():
         assert set(re.findall(rf"\bs\.{name}\.([a-z_]\w*)", SCRIPT)) <= names(kind), name

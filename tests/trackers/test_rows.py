@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_type_hints
 
 import msgspec
 
+from dora.observe.observed import RunFacts, row_figures
+from dora.observe.snapshot import Counts
+from dora.observe.steps import StepFacts
 from dora.trackers.api import TrackedRow
-from dora.trackers.rows import RowReader, parse
+from dora.trackers.rows import GROUPS, RowReader, parse
 
 
 def scalars_of(**row: object) -> TrackedRow | None:
@@ -23,7 +27,8 @@ def test_a_name_is_the_path_of_a_value_and_texts_and_nulls_are_left_out() -> Non
         staleness=[4, 1],
         dropped={"filtered: zero variance": 2},
         alarms=["low_ess"],
-        trainer={"loss": -0.5, "all/entropy": 1.25, "grad_norm": None},
+        reward_mean=0.25,
+        trainer={"loss": -0.5, "all/entropy": 1.25, "lag=1/entropy": 1.5, "grad_norm": None},
     )
     assert row == TrackedRow(
         number=7,
@@ -31,15 +36,24 @@ def test_a_name_is_the_path_of_a_value_and_texts_and_nulls_are_left_out() -> Non
         value=3,
         at=102.5,
         scalars={
-            "at": 2.5,
+            "time/at": 2.5,
             "staleness/0": 4.0,
             "staleness/1": 1.0,
             "dropped/filtered: zero variance": 2.0,
             "alarms/low_ess": 1.0,
+            "reward/reward_mean": 0.25,
             "trainer/loss": -0.5,
             "trainer/all/entropy": 1.25,
+            "by_staleness/lag=1/entropy": 1.5,
         },
     )
+
+
+def test_every_scalar_of_a_step_has_a_group_and_every_grouped_name_is_one() -> None:
+    numbers = (float, int, float | None)
+    kinds = get_type_hints(StepFacts) | get_type_hints(Counts) | get_type_hints(RunFacts) | {"at": float}
+    scalars = {name for name in row_figures() if kinds[name] in numbers} - {"step"}
+    assert {name for names in GROUPS.values() for name in names} == scalars
 
 
 def test_an_evaluation_has_the_version_as_its_axis_and_the_set_in_its_names() -> None:

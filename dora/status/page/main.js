@@ -1,5 +1,6 @@
 // The page: fetches what is new every two seconds, and shows it. If the run does not respond, everything stays.
 
+import { showActs } from "./acts.js";
 import { setNeighbors } from "./colors.js";
 import { Cards } from "./curves.js";
 import { alarmText, showDetails } from "./details.js";
@@ -41,6 +42,7 @@ function show(s, groups) {
   showForming(s, groups);
   showLedger(s);
   showEvidence(s, info);
+  showActs(s, info);
   if (byId("details").open) showDetails(s, info?.live ?? true);
 }
 

@@ -7,7 +7,7 @@ import { count, number, plural } from "./format.js";
 import { Refused, Rows, setToken } from "./source.js";
 import { answerText, logprobs, termsText, transcript } from "./tokens.js";
 
-const AT_ONCE = 5, KEPT = 500;
+const AT_ONCE = 5, KEPT = 500, EXAMPLE_LENGTH = 240;
 
 /** trained, evaluation or left out. */
 const kindOf = (k) => (["trained", "evaluation"].includes(k.outcome ?? "trained") ? (k.outcome ?? "trained") : "left out");
@@ -27,6 +27,17 @@ function sampleNode(k) {
     element("dl", {}, ...field("Prompt", k.prompt), ...answer, ...(k.answer ? field("Reference", k.answer) : [])),
     ...[logprobs(k)].filter(Boolean),
   );
+}
+
+/** A text in one short line, without the marks of a chat template. */
+function inWords(text) {
+  const words = text.replace(/<\|[^|<>]*\|>/g, " ").replace(/\s+/g, " ").trim();
+  return words.length > EXAMPLE_LENGTH ? `${words.slice(0, EXAMPLE_LENGTH)} …` : words;
+}
+
+/** One prompt of the task. */
+function exampleText(k) {
+  return `One of its prompts: “${inWords(k.prompt)}”${k.answer ? `; the expected answer: “${inWords(k.answer)}”` : ""}.`;
 }
 
 export class Samples {
@@ -52,6 +63,7 @@ export class Samples {
       byId("token-form").hidden = true;
       if (!rows.length && this.kept.length) return;
       this.kept = [...rows.reverse(), ...this.kept].slice(0, KEPT);
+      if (this.kept.length && !byId("example").textContent) say("example", exampleText(this.kept[this.kept.length - 1]));
       this.turn(this.first && this.first + rows.length);
     } catch (error) {
       if (!(error instanceof Refused) || ![401, 403].includes(error.status)) throw error;

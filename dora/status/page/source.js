@@ -1,7 +1,8 @@
 // The data of the run, over relative addresses, so that a path prefix or a tunnel works.
 
-const TIMEOUT_MS = 15_000;
-let token = "";
+const TIMEOUT_MS = 15_000, REQUEST_TIMEOUT_MS = 120_000;
+let token = ""; // of the run, in the memory of this tab alone; sent only where it is needed
+let samplesNeedIt = false;
 
 export function setToken(text) {
   token = text.trim();
@@ -20,12 +21,28 @@ export class Refused extends Error {
 export async function get(name) {
   const answer = await fetch(name, {
     cache: "no-store",
-    headers: token && name.startsWith("data/samples") ? { Authorization: `Bearer ${token}` } : {},
+    headers: token && samplesNeedIt && name.startsWith("data/samples") ? { Authorization: `Bearer ${token}` } : {},
     signal: AbortSignal.timeout(TIMEOUT_MS),
   }).catch(() => Response.error());
   if (answer.status === 404) return null;
   if (answer.ok) return answer.json();
+  samplesNeedIt ||= answer.status === 401;
   throw new Refused(answer.status, await answer.json().then((body) => body.said, () => ""));
+}
+
+/** Send the token, and a request as JSON; return what the run says to it. Without a request, only ask about the token. */
+export async function send(name, request = null) {
+  const answer = await fetch(name, {
+    method: request ? "POST" : "GET",
+    cache: "no-store",
+    redirect: "error",
+    headers: { Authorization: `Bearer ${token}`, ...(request && { "Content-Type": "application/json" }) },
+    ...(request && { body: JSON.stringify(request) }),
+    signal: AbortSignal.timeout(REQUEST_TIMEOUT_MS),
+  }).catch(() => Response.error());
+  const said = await answer.json().then((body) => body.said, () => "");
+  if (answer.ok) return said;
+  throw new Refused(answer.status, said);
 }
 
 /** Rows that are read as they are written: `more` fetches those since its last call, `take` returns them once. */
