@@ -135,7 +135,7 @@ def test_a_hub_that_is_not_to_be_reached_is_one_line_in_time(filled: HubStub, tm
 def test_a_hub_that_is_slow_or_unwell_is_one_line_in_time(filled: HubStub) -> None:
     filled.ask(case("look", model()))
     both = (case("look", model()), case("look", data()))
-    filled.fail(answer_after_s=2.0)
+    filled.fail(answer_after_s=1.0)
     slow = filled.ask(*both, is_patient=False)
     [patient] = filled.ask(both[0])
     filled.fail(wrong_status=503)
