@@ -137,10 +137,14 @@ def test_a_hub_that_is_slow_or_unwell_is_one_line_in_time(filled: HubStub) -> No
     both = (case("look", model()), case("look", data()))
     filled.fail(answer_after_s=1.0)
     slow = filled.ask(*both, is_patient=False)
-    [patient] = filled.ask(both[0])
     filled.fail(wrong_status=503)
     unwell = filled.ask(*both)
     require_lines({"did not answer within 0.8 s": slow, "answers with status 503": unwell})
+
+
+def test_a_slow_hub_is_waited_for_if_the_user_says_so(filled: HubStub) -> None:
+    filled.fail(answer_after_s=1.0)
+    [patient] = filled.ask(case("look", model()))
     assert patient["needed"]
 
 
