@@ -85,6 +85,7 @@ def test_what_it_writes_passes_the_check_and_trains() -> None:
     assert trained.returncode == 0, trained.stderr
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("preset", "gpus"), [("1-gpu", "1x80GB"), ("8-gpu", "8x80GB"), ("many", "16x80GB")])
 def test_a_preset_for_gpus_fits_on_them(preset: str, gpus: str) -> None:
     assert run_to_end(*GIVEN, "--yes", "--preset", preset).returncode == 0

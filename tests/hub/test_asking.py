@@ -123,18 +123,33 @@ def test_a_hub_that_is_not_to_be_reached_is_one_line_in_time(filled: HubStub, tm
         unanswering = filled.ask(*both, is_patient=False, HF_ENDPOINT=f"http://127.0.0.1:{port}")
     refused = filled.ask(*both, is_patient=False, HF_ENDPOINT=f"http://127.0.0.1:{port}")
     unknown = filled.ask(*both, is_patient=False, HF_ENDPOINT="http://no-such-host.invalid")
-    filled.fail(answer_after_s=2.0)
+    require_lines(
+        {
+            "did not answer within 0.8 s": unanswering,
+            "cannot be reached ([Errno 111] Connection refused)": refused,
+            "no-such-host.invalid ": unknown,
+        }
+    )
+
+
+def test_a_hub_that_is_slow_or_unwell_is_one_line_in_time(filled: HubStub) -> None:
+    filled.ask(case("look", model()))
+    both = (case("look", model()), case("look", data()))
+    filled.fail(answer_after_s=1.0)
     slow = filled.ask(*both, is_patient=False)
     filled.fail(wrong_status=503)
     unwell = filled.ask(*both)
-    filled.fail(answer_after_s=2.0)
-    patient = filled.ask(*both)
-    says = {
-        "did not answer within 0.8 s": [*unanswering, *slow],
-        "cannot be reached ([Errno 111] Connection refused)": refused,
-        "no-such-host.invalid ": unknown,
-        "answers with status 503": unwell,
-    }
+    require_lines({"did not answer within 0.8 s": slow, "answers with status 503": unwell})
+
+
+def test_a_slow_hub_is_waited_for_if_the_user_says_so(filled: HubStub) -> None:
+    filled.fail(answer_after_s=1.0)
+    [patient] = filled.ask(case("look", model()))
+    assert patient["needed"]
+
+
+def require_lines(says: dict[str, list[dict[str, Any]]]) -> None:
+    """Each line was said of a model that is in the cache and of data that are not, and in time."""
     for line, answers in says.items():
         for answer in answers:
             assert line in answer["error"]
@@ -142,7 +157,6 @@ def test_a_hub_that_is_not_to_be_reached_is_one_line_in_time(filled: HubStub, tm
             assert answer["wall_s"] < LINE_WALL_S
         assert "set HF_HUB_OFFLINE=1 to use what is in the cache" in answers[0]["error"]
         assert "it is not in the cache either" in answers[1]["error"]
-    assert patient[0]["needed"]
 
 
 def test_offline_the_cache_is_used_or_the_line_says_that_nothing_is_there(filled: HubStub) -> None:

@@ -19,6 +19,7 @@ from dora.node import places as places_module
 from dora.node.place import Place
 from dora.node.places import KnownNode
 from dora.transport.node_messages import (
+    NODE_PROTOCOL,
     Beat,
     NodeOrders,
     Over,
@@ -114,7 +115,7 @@ async def test_another_release_is_rejected_by_both_names(tmp_path: Path) -> None
     async with controller(tmp_path, *ONE) as there:
         with Peer(there.address, "n") as peer:
             reason = await peer.refused(release="0.0.1")
-            assert reason.startswith("it has DORA 0.0.1 (protocol 1), the controller ")
+            assert reason.startswith(f"it has DORA 0.0.1 (protocol {NODE_PROTOCOL}), the controller ")
             assert reason.endswith("; install the same release")
 
 

@@ -153,10 +153,11 @@ def test_the_summary_counts_the_groups_that_were_left_out_by_reason(middle: Snap
 
 
 def test_episodes_are_shown_where_there_is_an_environment(calling: Snapshot, middle: Snapshot, tmp_path: Path):
-    turns = "2.2 turns (at most 4), 40 tokens sampled and 6 observed, reward by turn 0.25 0.50"
+    tokens = "40 tokens sampled and 6 observed"
+    turns = f"2.2 turns (at most 4), {tokens}, reward by turn 0.25 0.50, ended by a budget: 2 of turns"
     calls = "1.5 an episode (at most 3), 0.25 s each (p90 0.50 s), 12% of its time"
     text = re.sub(r" +", " ", shown(calling))
-    assert f"episodes {turns}, ended by a budget: 2 of turns" in text
+    assert f"episodes {turns}" in text
     assert f"calls 7 under way; {calls}" in text
     assert "environment failed: 2 timeout, 1 host" in text
     lines = summary(calling, folder=RunFolder(tmp_path), violations=0)
