@@ -1,0 +1,82 @@
+"""The site of docs/ is built without a warning, has every document, and loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+#: What a browser loads of its own accord, by tag.
+LOADED = {"script": "src", "img": "src", "source": "src", "iframe": "src", "link": "href", "use": "href"}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    shutil.copytree(ROOT / "docs", folder / "docs")
+    shutil.copy(ROOT / "zensical.toml", folder)
+    build(folder)
+    return folder / "site"
+
+
+def build(folder: Path) -> None:
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, timeout=100)
+
+
+def test_every_document_has_a_place_in_the_navigation() -> None:
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
+    placed = [
+        page for section in nav for pages in section.values() for page in ([pages] if isinstance(pages, str) else pages)
+    ]
+    assert sorted(placed) == sorted(
+        path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")
+    )
+
+
+def test_a_link_to_a_page_that_is_not_there_fails(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/README.md").write_text("[gone](GONE.md)\n")
+    (tmp_path / "zensical.toml").write_text('[project]\nsite_name = "x"\n')
+    with pytest.raises(subprocess.CalledProcessError):
+        build(tmp_path)
+
+
+class Loads(HTMLParser):
+    """Collects what a page loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag == "link" and values.get("rel") in ("canonical", "next", "prev", "alternate"):
+            return
+        if tag in LOADED and (address := values.get(LOADED[tag])):
+            self.found.append(address)
+
+
+def loads(page: Path) -> Iterator[str]:
+    parser = Loads()
+    parser.feed(page.read_text(encoding="utf-8"))
+    yield from parser.found
+
+
+def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
+    pages = [*site.rglob("*.html")]
+    assert len(pages) > 30
+    for page in pages:
+        found = [*loads(page)]
+        assert any(address.endswith(".js") for address in found), "the parser sees what is loaded"
+        assert [address for address in found if "//" in address] == [], page
+    styles = "".join(path.read_text(encoding="utf-8") for path in site.rglob("*.css"))
+    assert "url(http" not in styles
+    assert "@import" not in styles
