@@ -7,10 +7,15 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import partial
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
+
+from tests.status.browser import browser, needs_chromium
 
 ROOT = Path(__file__).parents[2]
 #: What a browser loads of its own accord, by tag.
@@ -80,3 +85,25 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
     styles = "".join(path.read_text(encoding="utf-8") for path in site.rglob("*.css"))
     assert "url(http" not in styles
     assert "@import" not in styles
+
+
+@pytest.mark.deep
+@needs_chromium
+async def test_a_browser_asks_nobody_else(site: Path, tmp_path: Path) -> None:
+    handler = partial(Quiet, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        own = f"http://127.0.0.1:{server.server_address[1]}/"
+        async with browser(tmp_path) as page:
+            for name in ("index.html", "STATES.html", "COMPARE.html", "explanation/idle-gpus.html"):
+                await page.open(own + name)
+            asked = [request["url"] for request in page.requests]
+            assert any(url.endswith(".svg") for url in asked)
+            assert [url for url in asked if not url.startswith((own, "data:", "blob:"))] == []
+            assert page.errors == []
+        server.shutdown()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
