@@ -25,13 +25,17 @@ settings.load_profile("dora")
 DEEP_TIMEOUT_S: Final = 900
 
 _TESTS: Final = Path(__file__).parent
-_WHOLE_RUNS: Final = {"sglang", "e2e", "cluster", "containers", "slurm", "chaos"}
+#: Folders whose deep tests use several processes at a time. Those of one kind share a worker for every two cores.
+_KINDS: Final = {
+    "sglang": "real servers",
+    **dict.fromkeys(("e2e", "cluster", "containers", "slurm", "chaos"), "whole runs"),
+}
 
 
 @pytest.hookimpl(wrapper=True)  # before the plugin, which reads the names
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
     """Name the group of each test; --dist=loadgroup keeps it in one worker."""
-    whole_runs: dict[str, str] = {}
+    groups: dict[str, dict[str, str]] = {kind: {} for kind in _KINDS.values()}
     for item in items:
         if item.get_closest_marker("deep") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(DEEP_TIMEOUT_S))
@@ -39,17 +43,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, N
             continue
         path = item.path.relative_to(_TESTS).as_posix()
         group = path
-        if _is_whole_run(item):
-            number = len(whole_runs) % max(1, (os.cpu_count() or 1) // 2)
-            group = whole_runs.setdefault(path, f"whole runs {number}")
+        if (kind := _kind(item)) is not None:
+            number = len(groups[kind]) % max(1, (os.cpu_count() or 1) // 2)
+            group = groups[kind].setdefault(path, f"{kind} {number}")
         item.add_marker(pytest.mark.xdist_group(group))
     yield
-    items.sort(key=lambda item: not _is_whole_run(item))  # after pytest's own order
+    items.sort(key=lambda item: _kind(item) is None)  # after pytest's own order
 
 
-def _is_whole_run(item: pytest.Item) -> bool:
-    folder = item.path.relative_to(_TESTS).parts[0]
-    return folder in _WHOLE_RUNS and item.get_closest_marker("deep") is not None
+def _kind(item: pytest.Item) -> str | None:
+    is_deep = item.get_closest_marker("deep") is not None
+    return _KINDS.get(item.path.relative_to(_TESTS).parts[0]) if is_deep else None
 
 
 @pytest.hookimpl(wrapper=True)

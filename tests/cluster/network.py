@@ -88,6 +88,11 @@ class _Holder:
         done = subprocess.run(line, input=stdin, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr}{stdin}"
 
+    def has_link(self, name: str) -> bool:
+        """Return whether an interface is there; it stays for a moment after the namespace of its other end."""
+        line = [_which("nsenter"), f"--net={self.namespace('net')}", "--", _which("ip"), "link", "show", "dev", name]
+        return subprocess.run(line, capture_output=True, check=False).returncode == 0
+
     def close(self) -> None:
         """End all processes in these namespaces."""
         self._input.close()
@@ -316,6 +321,7 @@ class Network:
         return found
 
     def _connect(self, holder: _Holder, name: str, *, undo: ExitStack, slow: bool) -> IO[str] | None:
+        until(lambda: not self.switch.has_link(name), what=f"the end of the earlier {name}'s link")
         if not slow:
             peer = ("peer", "name", INTERFACE, "netns", str(holder.pid))
             self.switch.run("ip", "link", "add", "name", name, "type", "veth", *peer)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dora.config.load import load
 from dora.core.events import CallFinished, StepTrained
 from dora.environments.api import Observation, ToolCall, Turn
 from dora.environments.renderer import open_renderer
@@ -19,7 +20,7 @@ from tests.environments.test_renderer_choice import TEMPLATE
 from tests.environments.tokenizers_of_families import make_folder, special_tokens
 from tests.families import make_model
 
-PAGE = (Path(__file__).parents[2] / "docs" / "AGENTS.md").read_text()
+PAGE, _, REST = (Path(__file__).parents[2] / "docs" / "AGENTS.md").read_text().partition("## Without tools")
 #: The tiny tokenizer needs more tokens for the prompt, and the random policy earns nothing.
 SIZES: dict[str, object] = {
     **{"task__max_prompt_tokens": 1024, "rollout__max_new_tokens": 32, "rollout__filter_zero_variance": False},
@@ -28,8 +29,8 @@ SIZES: dict[str, object] = {
 }
 
 
-def blocks(kind: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+def blocks(kind: str, text: str = PAGE) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     return [text for name, text in found if name == kind]
 
 
@@ -50,6 +51,18 @@ def test_a_function_and_a_job_take_twenty_lines() -> None:
     assert sum(bool(line) and not line.startswith("#") for text in written for line in text.splitlines()) <= 20
 
 
+def test_the_example_without_tools_answers_each_turn() -> None:
+    names: dict[str, Any] = {}
+    exec(blocks("python", REST)[0], names)
+    guess = names["Guess"]()
+    guess.reset({"number": 42})
+    hints = [guess.step(Turn(text)).messages[0]["content"] for text in ("10", "50")]
+    assert hints == ["higher", "lower"]
+    assert [guess.step(Turn(text)).reward for text in ("42", "a lot")] == [1.0, 0.0]
+    job = tomllib.loads(blocks("toml", REST)[0])
+    assert load(job, ["task.sources.0.path=rows.jsonl"], environ={}).environment.name == "guess.py:Guess"
+
+
 async def test_the_tool_of_the_example_answers_from_its_row() -> None:
     names: dict[str, Any] = {}
     exec(blocks("python")[0], names)
@@ -63,9 +76,9 @@ async def test_the_tool_of_the_example_answers_from_its_row() -> None:
 
 def test_each_renderer_of_the_page_is_one(shop: Path) -> None:
     tokenizer = load_tokenizer(shop / "models" / "Qwen3-0.6B")
-    [named] = re.findall(r"`environment\.renderer = (\{.*?\})`", PAGE)
+    [named] = re.findall(r"`environment\.renderer = (\{.*?\})`", REST)
     assert open_renderer(tokenizer, settings=tomllib.loads(f"x = {named}")["x"]).family == "qwen3"
-    [custom] = re.findall(r"`(\{ name = \"custom\".*?\})`", PAGE)
+    [custom] = re.findall(r"`(\{ name = \"custom\".*?\})`", REST)
     path = f"{Path(__file__).parent / 'relay.py'}:SumRenderer"
     own = custom.replace("file.py:Class", path)
     assert open_renderer(tokenizer, settings=tomllib.loads(f"x = {own}")["x"]).family == path

@@ -155,7 +155,9 @@ def test_a_model_whose_turns_nobody_can_continue_is_refused_before_anything_star
     environment = Path(__file__).parent / "relay.py"
     overrides = settings(environment__name=f"{environment}:Relay", run__folder=tmp_path / "runs", status__port=0)
     result = run_to_end(verb, *overrides, cwd=tmp_path)
-    assert_one_clear_error(result, code=2, says="environment.renderer: the chat template of .* cannot continue")
+    assert_one_clear_error(
+        result, code=2, says="model.path: .* has no chat template, which episodes of several turns need"
+    )
     assert files_below(tmp_path) == set()
 
 
