@@ -25,7 +25,7 @@ settings.load_profile("dora")
 DEEP_TIMEOUT_S: Final = 900
 
 _TESTS: Final = Path(__file__).parent
-_WHOLE_RUNS: Final = {"sglang", "e2e", "cluster", "containers", "slurm", "chaos"}
+_WHOLE_RUNS: Final = {"sglang", "e2e", "tutorials", "cluster", "containers", "slurm", "chaos"}
 
 
 @pytest.hookimpl(wrapper=True)  # before the plugin, which reads the names
