@@ -132,17 +132,15 @@ def is_in(line: str, said: str) -> bool:
 
 
 def _patterns(line: str) -> Iterator[str]:
-    for part in _LOOSE.split(line):
-        if part == "...":
-            yield ".*"
-        elif not part or part.isspace():
-            yield r"[ \t]+" if part else ""
-        elif part[0] in "-0123456789":
-            yield r"-?\d[\d.,]*(?:e[+-]?\d+)?"
-        elif _LOOSE.fullmatch(part):
-            yield "[▁-█━─░]+"
-        else:
+    for index, part in enumerate(_LOOSE.split(line)):
+        if index % 2 == 0:
             yield re.escape(part)
+        elif part == "...":
+            yield ".*"
+        elif part.isspace():
+            yield r"[ \t]+"
+        else:
+            yield r"-?\d[\d.,]*(?:e[+-]?\d+)?" if part[-1].isascii() else "[▁-█━─░]+"
 
 
 def _commands(folder: Path) -> Path:

@@ -109,6 +109,7 @@ def test_only_the_dora_of_this_interpreter_is_run(tmp_path: Path) -> None:
         ("  version 0: -0.1", "version 12: 0.3"),
         ("run folder runs/first-...", "run folder runs/first-2026-a0f3"),
         ("reward  ▁▂█  0.1", "reward     ▇▇▇▇▇ 0.9"),
+        ("use --k 0,1 of 8x80GB", "use --k 0,2 of 2x24GB"),
         ("1,024 tokens (enough)", "7 tokens (enough)"),
     ],
 )
