@@ -69,6 +69,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "dora/tasks/data_sets.py",
         _ASKING,
         (
+            "any-reader-of-the-package",
+            '.rpartition(".")[2]) not in _READERS:',
+            '.rpartition(".")[2]) == "":',
+            "test_what_the_hub_refuses_is_said_in_one_line_each",
+        ),
+        (
             "a-card-may-name-any-file",
             "    _require_own_files(outline, shown=shown)\n",
             "",
