@@ -142,14 +142,16 @@ def limits_of(folder: Path) -> Limits:
     """Return the limits of a sound model folder, found by a separate process, or by one in an earlier run.
 
     The separate process does not import torch, which would take seconds and 300 MB, and limits a hostile configuration
-    to CHILD_S seconds and CHILD_BYTES. What it has found is kept in the user's cache: it depends on nothing but the
-    configuration and the releases.
+    to CHILD_S seconds and CHILD_BYTES. What it has found is kept in the user's cache if it depends on nothing but
+    config.json and the releases.
     """
     return _limits_of(folder, (folder / "config.json").read_bytes())
 
 
 @lru_cache(maxsize=8)
 def _limits_of(folder: Path, config: bytes) -> Limits:
+    if "configuration_files" in read_config(folder):  # transformers may read one of these instead
+        return _ask_child(folder)
     releases = (f"{name} {version(name)}".encode() for name in ("dora-rl", "transformers"))
     kept = _cache() / f"{hashlib.sha256(b' '.join([*releases, config])).hexdigest()}.json"
     with suppress(OSError, foreign.ForeignFileError, msgspec.MsgspecError):

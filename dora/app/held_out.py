@@ -1,7 +1,7 @@
 """The answers to held-out prompts, one by one, from the journal of a run; and the results of an evaluation.
 
-Invariant: results are a function of the journal, so that they are the same however often an evaluation was resumed, and
-whoever reads it.
+Invariant: results are a function of the journal, so they are the same on every reading, and do not depend on how often
+an evaluation was resumed.
 """
 
 from __future__ import annotations

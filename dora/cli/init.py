@@ -82,7 +82,7 @@ def _answer(
 def _column(
     option: str, question: str, given: str | None, rows: NamedData, guess: Callable[[], str], *, asks: bool
 ) -> str:
-    """Return the column that was given or answered, or guessed if nobody was asked."""
+    """Return the column given as an option or in answer to the question; without a terminal, the guess."""
 
     def read(name: str) -> str:
         return rows.require("" if name == "-" else name, option=f"--{option}")

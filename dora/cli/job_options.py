@@ -17,6 +17,13 @@ Overrides = Annotated[
 ConfigPath = Annotated[
     Path | None, typer.Argument(metavar="CONFIG.toml", help="Configuration file (default: the CPU example).")
 ]
+TrustFolder = Annotated[
+    bool,
+    typer.Option(
+        "--trust-folder",
+        help="Execute what the run folder names, even if you have not signed its configuration.",
+    ),
+]
 Model = Annotated[
     str | None,
     typer.Option(

@@ -61,8 +61,10 @@ def _wait(pid: int) -> None:
 
 
 def call(arguments: Sequence[str]) -> None:
-    """Run a command to its end; ConfigError or RunFailed with what it says if it fails. KeyboardInterrupt stops it, and
-    a second one ends it at once."""
+    """Run a command and wait for its end; if it fails, raise ConfigError or RunFailed with its error lines.
+
+    KeyboardInterrupt stops the command cleanly; a second one kills it.
+    """
     with tempfile.TemporaryDirectory(prefix="dora-") as folder:
         output = Path(folder) / "output.log"
         pid = start(arguments, output=output)

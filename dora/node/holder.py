@@ -1,4 +1,4 @@
-"""Which process holds a run: its lock file says so, for whoever wants to signal it or to know whether it is alive.
+"""Records in a run's lock file which process holds the run, so that others can signal it or see whether it is alive.
 
 Invariant: a process is taken for the holder only if it began when the holder did and works on the folder, so that no
 other process is signaled, such as one that got the same number later.

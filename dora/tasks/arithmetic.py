@@ -28,6 +28,9 @@ SPLITS: Final = {"train": 0, "heldout": 1}
 #: One label per term, in this order.
 LABELS: Final = ascii_letters
 
+#: Options of a source.
+OPTIONS: Final = ("min_terms", "max_terms")
+
 #: Shape and scale (in numbers of terms) of the Lomax (shifted Pareto) distribution of sizes.
 TAIL_SHAPE: Final = 1.5
 TAIL_SCALE: Final = 2.5

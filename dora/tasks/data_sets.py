@@ -1,7 +1,8 @@
 """Data sets in the form of the Hugging Face hub, of which only the files of one split are here.
 
-Invariant: nothing is asked of the hub, and nothing outside of the data set is read. Which files belong to a split
-follows from the names of all files and from the card (README.md) alone, so it is the same wherever it is computed.
+Invariant: the hub is not asked, no name leads out of the data set (links are followed, as in the hub's cache), and no
+file is of a form that can hold Python objects. Which files belong to a split follows from the names of all files and
+from the card (README.md) alone, so it is the same wherever it is computed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 CARDS: Final = ("README.md", "dataset_infos.json")
 MAX_CARD_BYTES: Final = 4 * 2**20
 _MAX_NAMED: Final = 8
+#: Readers of the package `datasets` that take plain data; others can hold pickled objects, or need further packages.
+_READERS: Final = ("json", "csv", "parquet", "arrow", "text")
 _ANCHOR: Final = re.compile(r"[\s\[{,:-]&([^\s,\[\]{}]+)")
 #: Fields of a builder's configuration that say what is read, not how.
 _NOT_OPTIONS: Final = ("name", "version", "data_dir", "data_files", "description", "features")
@@ -104,9 +107,14 @@ def _found(outline: Path, config: SourceConfig, *, shown: str, field: str) -> Sp
     wanted = [part.partition("[")[0].strip() for part in config.split.split("+")]
     if unknown := [split for split in wanted if split not in files]:
         raise ConfigError(f"{shown} has no split '{unknown[0]}'; set {field}.split to {_one_of(sorted(files))}")
+    if (reader := type(builder).__mro__[1].__module__.rpartition(".")[2]) not in _READERS:
+        raise ConfigError(
+            f"{shown} has files of the kind '{reader}', which are not read: some of their forms hold Python objects; "
+            "write .jsonl, .csv or .parquet"
+        )
     return SplitFiles(
         files={split: files[split] for split in wanted},
-        reader=type(builder).__mro__[1].__module__.rpartition(".")[2],
+        reader=reader,
         options={
             option.name: value
             for option in fields(builder.config)

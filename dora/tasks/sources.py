@@ -89,7 +89,10 @@ def derive_seed(*parts: object) -> int:
 
 
 def _arithmetic(config: SourceConfig, *, field: str, seed: int, split: Split) -> Source:
-    from dora.tasks.arithmetic import problem
+    from dora.tasks.arithmetic import OPTIONS, problem
+
+    if unknown := [name for name in config.options if name not in OPTIONS]:
+        raise ConfigError(f"{field}.options: unknown option {unknown[0]}; arithmetic takes {', '.join(OPTIONS)}")
 
     def row(index: int) -> Row:
         prompt, answer = problem(index, seed=seed, split=split, **config.options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -60,6 +61,16 @@ def test_a_changed_configuration_or_another_release_is_asked_anew(
     monkeypatch.setattr(model_config, "version", lambda name: "0.0")
     assert again(folder).positions == 77
     assert asked == [folder] * 3
+
+
+def test_a_configuration_that_names_other_files_is_asked_every_time(asked: list[Path], tmp_path: Path) -> None:
+    """transformers may then read one of those instead."""
+    for name, positions in (("a", 100), ("b", 77)):
+        folder = shutil.copytree(seed_path(), tmp_path / name)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.4.0.0.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
+        (folder / "config.json").write_text(json.dumps({**config, "configuration_files": ["config.4.0.0.json"]}))
+        assert again(folder).positions == positions
 
 
 @pytest.mark.parametrize("damage", ["torn", "huge", "a pipe", "another type", "a link"])

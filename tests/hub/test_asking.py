@@ -80,6 +80,8 @@ def test_what_the_hub_refuses_is_said_in_one_line_each(filled: HubStub) -> None:
     bomb = b"---\na: &a [x]\nb: &b [*a,*a]\nconfigs: [*b, *b]\n---\n"
     add(filled.folder, "dataset", "someone/alias", {"README.md": bomb})
     add(filled.folder, "dataset", "someone/none", {"README.md": b"nothing"})
+    for form in ("tar", "h5"):
+        add(filled.folder, "dataset", f"someone/{form}", {f"train-0.{form}": b""})
     filled.fail(gated=["someone/gated"])
     source = "task.sources.0"
     script = (
@@ -105,6 +107,9 @@ def test_what_the_hub_refuses_is_said_in_one_line_each(filled: HubStub) -> None:
         (data("someone/outside"), "README.md names /etc/passwd, which is not a file of the data set"),
         (data("someone/url"), "README.md names http://127.0.0.1:9/a, which is not a file of the data set"),
         (data("someone/alias"), "README.md has YAML aliases, which are not followed"),
+        (data("someone/tar", subset=""), "someone/tar has files of the kind 'webdataset', which are not read: some of "
+         "their forms hold Python objects; write .jsonl, .csv or .parquet"),
+        (data("someone/h5", subset=""), "someone/h5 has files of the kind 'hdf5', which are not read"),
         (data("someone/none", subset=""), "cannot tell which files its rows are in (EmptyDatasetError: "),
     ]  # fmt: skip
     found = filled.ask(*(case("look", settings) for settings, _ in said))

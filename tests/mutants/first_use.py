@@ -33,6 +33,22 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
     ),
     *of(
+        "dora/model_config.py",
+        "tests/app/test_model_limits.py",
+        (
+            "limits-of-other-files-kept",
+            '    if "configuration_files" in read_config(folder):',
+            "    if False:",
+            "test_a_configuration_that_names_other_files_is_asked_every_time",
+        ),
+        (
+            "limits-of-another-release-believed",
+            "b' '.join([*releases, config])",
+            "config",
+            "test_a_changed_configuration_or_another_release_is_asked_anew",
+        ),
+    ),
+    *of(
         "dora/app/fetch.py",
         _ASKING,
         (
@@ -52,6 +68,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     *of(
         "dora/tasks/data_sets.py",
         _ASKING,
+        (
+            "any-reader-of-the-package",
+            '.rpartition(".")[2]) not in _READERS:',
+            '.rpartition(".")[2]) == "":',
+            "test_what_the_hub_refuses_is_said_in_one_line_each",
+        ),
         (
             "a-card-may-name-any-file",
             "    _require_own_files(outline, shown=shown)\n",

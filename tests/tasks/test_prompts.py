@@ -355,7 +355,7 @@ def test_a_template_that_rejects_a_row_names_both(open_with, tmp_path, model_fol
         ({"kind": "reasoning_gym", "name": "leg_count"}, "did you mean 'leg_counting'"),
         ({"kind": "reasoning_gym", "name": "leg_counting", "options": {"legs": 3}}, "rejects them"),
         ({"kind": "reasoning_gym", "name": "leg_counting", "options": {"seed": 3}}, "are set by the run"),
-        ({"kind": "arithmetic", "options": {"legs": 3}}, "unexpected keyword argument 'legs'"),
+        ({"kind": "arithmetic", "options": {"legs": 3}}, "unknown option legs; arithmetic takes min_terms, max_terms"),
         ({"kind": "function", "name": "nomodule"}, "expected FILE.py:function or module:function, got 'nomodule'"),
         ({"kind": "function", "name": "no_such_module:f"}, "cannot import 'no_such_module'"),
         ({"kind": "function", "name": "rows_module:nothing"}, "has no function 'nothing'"),
