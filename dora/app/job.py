@@ -123,6 +123,9 @@ async def run_job(
     require_token(config)
     set_umask(config.run.group)
     recorded = resuming.take_up(earlier, config, trust_folder=trust_folder) if earlier is not None else None
+    require_free_ports(config)
+    require_engine(config)
+    await asyncio.to_thread(require_cuda, config, environ=os.environ)  # before gigabytes are downloaded for nothing
     config = await fetch(config, tell=frontend.tell, show=frontend.show)
     async with AsyncExitStack() as stack:
         inputs, episodes = await enter_inputs(stack, config)
@@ -134,9 +137,6 @@ async def run_job(
             accept_changes=accept_changes,
             pacing=pacing,
         )
-        require_free_ports(config)
-        require_engine(config)
-        await asyncio.to_thread(require_cuda, config, environ=os.environ)
         streams = allow_open_files(config.num_instances * (config.engine.slots or 1))
         graders = await enter_graders(stack, config, inputs)
         engine = await _enter_engine(stack, config, inputs, streams=streams)

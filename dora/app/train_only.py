@@ -75,15 +75,15 @@ async def train(
     `report` receives each trained step and the number of steps, `tell` messages for the user. Returns that number and
     the run folder.
     """
+    rollout = rollout_files(rollouts)
+    await asyncio.to_thread(require_cuda, config.model_copy(update={"engine": EngineConfig()}), environ=os.environ)
     config = await fetch(config, tell=tell)
     require_group(config.run.group)
     set_umask(config.run.group)
-    rollout = rollout_files(rollouts)
     run = config.run.model_copy(update={"steps": len(rollout)})  # the learning-rate schedule ends with them
     config = config.model_copy(update={"run": run})
     async with AsyncExitStack() as opening:
         inputs, _ = await enter_inputs(opening, config)
-    await asyncio.to_thread(require_cuda, config.model_copy(update={"engine": EngineConfig()}), environ=os.environ)
     folder = new_folder(config)
     raise_fence(folder.fence, epoch=0)
     model_chain = base_chain(await asyncio.to_thread(weights_digest, inputs))

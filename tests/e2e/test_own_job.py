@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import torch
 from dora.seed.policy import path as seed_path
 from tests.e2e.runs import Run, assert_one_clear_error, run_to_end, settings
 from tests.e2e.test_fleet import serving
+from tests.hub import conftest as hub
+from tests.hub.stub import add
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(300)]
 
@@ -23,8 +26,8 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 @pytest.fixture
-def example(tmp_path: Path) -> Path:
-    """The example, with a small model and data where it expects its own."""
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The example, with a hub that has a small model under the id that it names, and data where it expects its own."""
     [text] = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     model = tmp_path / "models" / "Qwen3-0.6B"
     shutil.copytree(seed_path(), model)
@@ -34,7 +37,12 @@ def example(tmp_path: Path) -> Path:
     (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = tmp_path / "job.toml"
     path.write_text(text)
-    return path
+    with hub.running(tmp_path) as stub:
+        published = {file.name: file.read_bytes() for file in model.iterdir() if file.is_file()}
+        add(stub.folder, "model", "Qwen/Qwen3-0.6B", published)
+        for name, value in stub.environment().items():
+            monkeypatch.setenv(name, value)
+        yield path
 
 
 def test_the_example_uses_the_slots_and_the_kv_room_of_its_servers(example: Path) -> None:

@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -105,8 +106,8 @@ class HubStub:
         return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.fixture
-def stub(tmp_path: Path) -> Iterator[HubStub]:
+@contextmanager
+def running(tmp_path: Path) -> Iterator[HubStub]:
     folder = tmp_path / "hub"
     folder.mkdir()
     with subprocess.Popen([sys.executable, "-m", "tests.hub.stub", str(folder)], stdout=subprocess.PIPE) as process:
@@ -115,6 +116,12 @@ def stub(tmp_path: Path) -> Iterator[HubStub]:
             yield HubStub(folder, process.stdout.readline().decode().strip(), tmp_path / "home")
         finally:
             process.kill()
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Iterator[HubStub]:
+    with running(tmp_path) as found:
+        yield found
 
 
 @pytest.fixture
