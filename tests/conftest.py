@@ -1,8 +1,8 @@
 """Where tests run, and what is kept of a property test that fails.
 
-With several workers (`pytest -n`) a file's tests run in one of them, unless they name a group of their own. Whole runs
-and real servers, the deep tests of some folders, have processes that keep two cores busy, so that only half of the
-workers run them at the same time. They begin first, since they take longest.
+With several workers (`pytest -n`) a file's tests run in one of them, unless they name a group of their own. The deep
+tests of some folders have processes that keep two cores busy, so that only half of the workers run those of one kind at
+the same time; the two kinds take about as long. They begin first, since they take longest.
 """
 
 from __future__ import annotations
