@@ -27,8 +27,8 @@ DEEP_TIMEOUT_S: Final = 900
 _TESTS: Final = Path(__file__).parent
 #: Folders whose deep tests use several processes at a time. Those of one kind share a worker for every two cores.
 _KINDS: Final = {
-    "sglang": "real servers",
-    **dict.fromkeys(("e2e", "cluster", "containers", "slurm", "chaos", "tutorials"), "whole runs"),
+    **dict.fromkeys(("e2e", "chaos"), "whole runs"),
+    **dict.fromkeys(("sglang", "cluster", "containers", "slurm", "tutorials"), "servers and hosts"),
 }
 
 
