@@ -80,7 +80,7 @@ CASE_S = 150.0
 LEAST_S = 15.0  # no case is begun with less left
 PUBLISH_S = 120.0
 BYTES_PER_PARAMETER = 16  # float32 weights, gradients and two moments
-NO_GPU = "no GPU here: «unverified without a GPU»"
+NO_GPU = "no GPU here: unverified without a GPU"
 #: Dense bfloat16 TFLOP/s and GB/s of the vendor's datasheets, by a part of the device's name; the first match counts.
 DATASHEET = {
     "H200": (989.0, 4_800.0),
@@ -656,7 +656,7 @@ def run(profile: Profile, *, full: bool, limit_s: float, out: Path | None) -> Re
     accelerator = f"{peaks.name}, {peaks.memory_bytes / 2**30:.0f} GiB, torch {torch.__version__}" if peaks else ""
     sizes = f"Qwen3 {', '.join(dict.fromkeys(model for model, _, _ in profile.cases))}, random weights"
     if profile.device == "cpu":
-        sizes = f"The CPU profile: {sizes}; it shows that the code runs. On a GPU: «unverified without a GPU»"
+        sizes = f"The CPU profile: {sizes}; it shows that the code runs. On a GPU: unverified without a GPU"
     report = Report(__doc__, full=full, sizes=sizes, accelerator=accelerator if profile.device == "cuda" else "")
     table = Table(report, peaks)
     for found in first:

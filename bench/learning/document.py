@@ -34,7 +34,7 @@ that corrections can be told apart: the figures show more harm than a milder lea
 **Area** is the area under the held-out curve over steps by the trapezoid rule, divided by the number of steps: the
 mean held-out reward of a run. **Differences** are paired: runs with the same seed have the same prompts and the same
 noise for every sampled token, and all evaluations have the same prompts. They are given as mean ± 2 standard errors
-over seeds. «Shown» means larger than that; with five seeds it is less than the usual 95 %, and of many comparisons
+over seeds. "Shown" means larger than that; with five seeds it is less than the usual 95 %, and of many comparisons
 some are shown by chance.
 """
 
