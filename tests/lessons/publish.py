@@ -66,9 +66,9 @@ def page(lesson: Path, printed: list[str]) -> str:
     heading, _, introduction = title.text.partition("\n")
     shown = [
         heading,
-        f"*This page is the file [lesson.py]({folder}/lesson.py) with its output. `python docs/lessons/{folder}/lesson.py` "
-        f"runs it, and `marimo edit docs/lessons/{folder}/lesson.py` lets you change it; both in the folder of the "
-        "repository.*",
+        f"*This page is the file [lesson.py]({folder}/lesson.py) with its output. In the folder of the repository, "
+        f"`python docs/lessons/{folder}/lesson.py` runs it, and `marimo edit docs/lessons/{folder}/lesson.py` lets you "
+        "change it (`pip install marimo`).*",
         introduction.strip(),
     ]
     for cell in parts:

@@ -16,13 +16,13 @@ def _(mo):
     mo.md(r"""
     # Lesson 5: check a run with ten lines of your own
 
-    DORA promises three things about the answers that it trains. **C1**: all tokens of an answer come from one version.
-    **C2**: no group of answers is lost; each is trained, or left out for a reason that is written down. **C3**: none is
-    older than K steps when it is trained.
+    DORA promises three things about the answers that it trains. **C1**: all tokens of an answer come from one
+    version. **C2**: no group of answers is lost; each is trained, or left out for a reason that is written down.
+    **C3**: none is older than K steps when it is trained.
 
-    You need not believe it. Each fact and each decision of a run is in its journal, and the journal is easy to read. The
-    run in this lesson is simulated, but its decisions are made by the code that decides in a live run. To read a run of
-    your own, leave out this cell, and set `path` to the `journal.msgpack` in its folder.
+    You need not believe it. Each fact and each decision of a run is in its journal, and the journal is easy to read.
+    The run in this lesson is simulated, but its decisions are made by the code that decides in a live run. To read a
+    run of your own, leave out this cell, and set `path` to the `journal.msgpack` in its folder.
     """)
     return
 
@@ -50,8 +50,8 @@ def _():
 @app.cell(hide_code=True)
 def _(mo):
     mo.md(r"""
-    A journal is a list of events, each with the commands by which the controller answered it. Here is the first answer of
-    the run, from its prompt to its training:
+    A journal is a list of events, each with the commands by which the controller answered it. Here is the first
+    answer of the run, from its prompt to its training:
     """)
     return
 
@@ -77,9 +77,9 @@ def _(path):
 @app.cell(hide_code=True)
 def _(mo):
     mo.md(r"""
-    `AdmitGroup` gives the group its *tag*, the version that will write all its answers. `GenerationFinished` says which
-    version did write the tokens (each of `spans` is a version, the first token, and the end). `CommitGroup` sends the
-    group to a training step. More is not needed for the three checks:
+    `AdmitGroup` gives the group its *tag*, the version that will write all its answers. `GenerationFinished` says
+    which version did write the tokens (each of `spans` is a version, the first token, and the end). `CommitGroup`
+    sends the group to a training step. More is not needed for the three checks:
     """)
     return
 
@@ -106,11 +106,12 @@ def _(AdmitGroup, CommitGroup, DropGroup, Generate, entries, settings):
 @app.cell(hide_code=True)
 def _(mo):
     mo.md(r"""
-    The servers of this run fail every few minutes, and still nothing is mixed, lost or too old. (The groups that were left
-    out had four equal rewards; [lesson 4](rewards.md) says why they teach nothing.)
+    The servers of this run fail every few minutes, and still nothing is mixed, lost or too old. (The groups that were
+    left out had four equal rewards; [lesson 4](rewards.md) says why they teach nothing.)
 
-    But a check that never finds anything proves nothing. So change one number and see it fail: ask for K = 1 of a run with
-    K = 2. Then alter the journal: say that a token came from another version, and leave out one decision to train.
+    But a check that never finds anything proves nothing. So change one number and see it fail: ask for K = 1 of a run
+    with K = 2. Then alter the journal: say that a token came from another version, and leave out one decision to
+    train.
     """)
     return
 
@@ -137,8 +138,8 @@ def _(CommitGroup, check, entries):
 @app.cell(hide_code=True)
 def _(mo):
     mo.md(r"""
-    One thing is left. Could the journal itself be made up? Its decisions cannot be: they follow from the events, so anybody
-    can compute them again and compare.
+    One thing is left. Could the journal itself be made up? Its decisions cannot be: they follow from the events, so
+    anybody can compute them again and compare.
     """)
     return
 
@@ -155,11 +156,11 @@ def _(entries, settings):
 @app.cell(hide_code=True)
 def _(mo):
     mo.md(r"""
-    `dora audit RUN` does all this, and compares the events with the tokens and log-probs that were stored. Every run is
-    audited at its end.
+    `dora audit RUN` does all this, and compares the events with the tokens and log-probs that were stored. Every run
+    is audited at its end.
 
-    **Try it** with a run of your own, as in [your first run](../tutorials/first-run.md). Read on:
-    [the three constraints](../explanation/three-constraints.md).
+    **Try it** with a run of your own, as in [your first run](../tutorials/first-run.md). Read on: [the three
+    constraints](../explanation/three-constraints.md).
     """)
     return
 

@@ -17,9 +17,9 @@ def _(mo):
     # Lesson 1: why GPUs idle behind the longest answer
 
     Reinforcement learning samples answers, scores them and trains on them. In the plain loop, which we call `sync`, a
-    step ends when *all* its answers have ended. This lesson changes one number, the longest answer that is allowed, and
-    watches what the GPUs do. You need no GPU for it: the servers are simulated, and a second in these tables is a second
-    of a clock that is simulated, too.
+    step ends when *all* its answers have ended. This lesson changes one number, the longest answer that is allowed,
+    and watches what the GPUs do. You need no GPU for it: the servers are simulated, and a second in these tables is a
+    second of a clock that is simulated, too.
 
     First the answers. A step has 16 prompts with 8 answers each. How long are they?
     """)
@@ -44,8 +44,8 @@ def _():
 @app.cell(hide_code=True)
 def _(mo):
     mo.md(r"""
-    Half of them are short, and the longest one is sixteen times as long as the median. The tokens of an answer come one
-    after the other, so no number of GPUs makes that answer shorter.
+    Half of them are short, and the longest one is sixteen times as long as the median. The tokens of an answer come
+    one after the other, so no number of GPUs makes that answer shorter.
 
     Now the one number: the token budget of an answer. Everything else stays: 12 GPUs, the same prompts, `sync`.
     """)
@@ -75,9 +75,9 @@ def _(workload):
 @app.cell(hide_code=True)
 def _(mo):
     mo.md(r"""
-    Few answers are longer than 4,000 tokens, but each step waits for its longest one. With the largest budget a step takes
-    eight times as long as with the smallest, and the servers are empty for more than half of it. (They are never busy all
-    the time here, because the same GPUs also train.)
+    Few answers are longer than 4,000 tokens, but each step waits for its longest one. With the largest budget a step
+    takes eight times as long as with the smallest, and the servers are empty for more than half of it. (They are
+    never busy all the time here, because the same GPUs also train.)
 
     Would more GPUs help? They sample the short answers faster, and wait longer:
     """)
@@ -98,9 +98,9 @@ def _(mo):
     mo.md(r"""
     Four times as many GPUs, and the step is hardly faster.
 
-    What helps is not to wait. DORA begins the answers of the next steps meanwhile, and lets a server keep the weights with
-    which it began its long answers. With K = 2 an answer may be two steps old when it is trained. (Eight of the 12 GPUs
-    are servers then, and four train.)
+    What helps is not to wait. DORA begins the answers of the next steps meanwhile, and lets a server keep the weights
+    with which it began its long answers. With K = 2 an answer may be two steps old when it is trained. (Eight of the
+    12 GPUs are servers then, and four train.)
     """)
     return
 
@@ -116,11 +116,11 @@ def _(run):
 @app.cell(hide_code=True)
 def _(mo):
     mo.md(r"""
-    **Try it**: set `cap` to the budget of your own job. Where is the table flat? Below that, your job has no tail, and
-    `sync` is good enough.
+    **Try it**: set `cap` to the budget of your own job. Where is the table flat? Below that, your job has no tail,
+    and `sync` is good enough.
 
-    Read on: [the idle GPUs behind the longest answer](../explanation/idle-gpus.md) compares four ways out.
-    [Lesson 2](several-versions.md) is about K.
+    Read on: [the idle GPUs behind the longest answer](../explanation/idle-gpus.md) compares four ways out. [Lesson
+    2](several-versions.md) is about K.
     """)
     return
 

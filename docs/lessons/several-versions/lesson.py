@@ -17,10 +17,11 @@ def _(mo):
     # Lesson 2: several versions at once
 
     Training makes a new version of the policy at each step. DORA serves several of them side by side: a server with a
-    long answer keeps the version that began it, while others already have the next one. K is how many steps old an answer
-    may be when it is trained, so at most K + 1 versions are needed at a time.
+    long answer keeps the version that began it, while others already have the next one. K is how many steps old an
+    answer may be when it is trained, so at most K + 1 versions are needed at a time.
 
-    What does K buy? The same small job as in [lesson 1](longest-answer.md), on eight servers and four GPUs that train:
+    What does K buy? The same small job as in [lesson 1](longest-answer.md), on eight servers and four GPUs that
+    train:
     """)
     return
 
@@ -46,12 +47,13 @@ def _():
 @app.cell(hide_code=True)
 def _(mo):
     mo.md(r"""
-    The first step from 0 to 1 buys most, and each further one buys less. There is a rule behind it. Call L the time of the
-    longest answer, from its first token to the version that has learned from it. With K = 0 every step contains one such L.
-    With K, an answer may take K + 1 steps, so K + 1 steps share one L: **no step can be faster than L / (K + 1)**.
+    The first step from 0 to 1 buys most, and each further one buys less. There is a rule behind it. Call L the time
+    of the longest answer, from its first token to the version that has learned from it. With K = 0 every step
+    contains one such L. With K, an answer may take K + 1 steps, so K + 1 steps share one L: **no step can be faster
+    than L / (K + 1)**.
 
-    And K has a price, in the column *mean age*: with a larger K the policy learns from older answers.
-    [Lesson 3](staleness.md) shows what that does.
+    And K has a price, in the column *mean age*: with a larger K the policy learns from older answers. [Lesson
+    3](staleness.md) shows what that does.
 
     A step cannot be faster than its training either. So change one number: a trainer that is eight times as slow.
     """)
@@ -67,9 +69,9 @@ def _(dora, job, show):
 @app.cell(hide_code=True)
 def _(mo):
     mo.md(r"""
-    Now K = 1 keeps the trainer busy nearly all the time, and a larger K buys little. So the first question about a job is
-    not "which K?" but "what does the trainer wait for?" If it is hardly idle, look at the *split* instead: how many of
-    the GPUs sample, and how many train.
+    Now K = 1 keeps the trainer busy nearly all the time, and a larger K buys little. So the first question about a
+    job is not "which K?" but "what does the trainer wait for?" If it is hardly idle, look at the *split* instead: how
+    many of the GPUs sample, and how many train.
 
     Still with the slow trainer, K = 1, and 12 GPUs in all:
     """)
@@ -85,11 +87,11 @@ def _(dora, job, show):
 @app.cell(hide_code=True)
 def _(mo):
     mo.md(r"""
-    With few servers the trainer waits; with many servers there are few GPUs left to train. The best split is in between,
-    and here it matters more than a K above 1.
+    With few servers the trainer waits; with many servers there are few GPUs left to train. The best split is in
+    between, and here it matters more than a K above 1.
 
-    **Try it**: put the path of your own configuration in the place of `job`. `dora simulate --split best` searches the
-    split for you. [Choose K and a split](../how-to/choose-k-and-split.md) goes through it.
+    **Try it**: put the path of your own configuration in the place of `job`. `dora simulate --split best` searches
+    the split for you. [Choose K and a split](../how-to/choose-k-and-split.md) goes through it.
     """)
     return
 

@@ -1,0 +1,67 @@
+"""Each lesson says what its page shows, is a notebook that marimo takes as it is, and is short."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import environment
+from tests.lessons.publish import LESSONS, ROOT, cells, outputs, page
+
+every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.parent.name)
+
+
+def published(lesson: Path) -> str:
+    return lesson.parent.with_suffix(".md").read_text(encoding="utf-8")
+
+
+def shown(text: str) -> list[str]:
+    """The outputs on a page."""
+    return [part.partition("\n```")[0] for part in text.split("```text\n")[1:]]
+
+
+def test_there_are_six() -> None:
+    assert len(LESSONS) == 6
+
+
+@every_lesson
+def test_the_page_has_the_text_and_the_programs_of_the_lesson(lesson: Path) -> None:
+    text = published(lesson)
+    places = [
+        text.find(cell.text.partition("\n")[2] if not place else cell.text) for place, cell in enumerate(cells(lesson))
+    ]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert len(lesson.read_text().splitlines()) <= 200
+
+
+@every_lesson
+def test_marimo_takes_the_lesson_as_it_is(lesson: Path) -> None:
+    command = [sys.executable, "-m", "marimo", "check", "--strict", str(lesson)]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(600)
+@every_lesson
+def test_the_page_shows_what_the_lesson_prints(lesson: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert published(lesson) == page(lesson, outputs(lesson)), "run: python -m tests.lessons.publish"
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(600)
+@every_lesson
+def test_the_lesson_is_a_script_that_prints_what_the_page_shows(lesson: Path) -> None:
+    environ = {**environment(), "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+    before = os.times()
+    ran = subprocess.run([sys.executable, str(lesson)], cwd=ROOT, env=environ, capture_output=True, text=True)
+    after = os.times()
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == " ".join(shown(published(lesson))).split()
+    assert after.children_user - before.children_user < 40, "a lesson is for a laptop"
