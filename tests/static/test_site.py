@@ -111,7 +111,16 @@ OF_THE_THEME = re.compile(r"moderate landmark-unique: #__code_\d+ > \.md-code__n
 @pytest.mark.deep
 @needs_chromium
 async def test_axe_finds_nothing_in_pages_of_each_kind(site: Path, tmp_path: Path) -> None:
-    kinds = ("index", "tutorials/first-run", "COMMANDS", "OBJECTIVES", "COMPARE", "explanation/idle-gpus", "404")
+    kinds = (
+        "index",
+        "tutorials/first-run",
+        "COMMANDS",
+        "OBJECTIVES",
+        "COMPARE",
+        "explanation/idle-gpus",
+        "lessons/cost",
+        "404",
+    )
     with served(site) as own:
         async with browser(tmp_path) as page:
             for kind in kinds:

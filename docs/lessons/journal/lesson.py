@@ -106,8 +106,8 @@ def _(AdmitGroup, CommitGroup, DropGroup, Generate, entries, settings):
 @app.cell(hide_code=True)
 def _(mo):
     mo.md(r"""
-    The servers of this run fail every few minutes, and still nothing is mixed, lost or too old. (The groups that were
-    left out had four equal rewards; [lesson 4](rewards.md) says why they teach nothing.)
+    Two servers of this run failed, and so did three pushes of weights; still nothing is mixed, lost or too old. (The
+    groups that were left out had four equal rewards; [lesson 4](rewards.md) says why they teach nothing.)
 
     But a check that never finds anything proves nothing. So change one number and see it fail: ask for K = 1 of a run
     with K = 2. Then alter the journal: say that a token came from another version, and leave out one decision to

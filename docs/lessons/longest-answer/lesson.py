@@ -116,8 +116,8 @@ def _(run):
 @app.cell(hide_code=True)
 def _(mo):
     mo.md(r"""
-    **Try it**: set `cap` to the budget of your own job. Where is the table flat? Below that, your job has no tail,
-    and `sync` is good enough.
+    **Try it**: add `"regime": "B"` to `lengths`, and simulate a budget of 16,000. That is a trained reasoner: many of
+    its answers are long, rather than few. Are its servers as often empty?
 
     Read on: [the idle GPUs behind the longest answer](../explanation/idle-gpus.md) compares four ways out. [Lesson
     2](several-versions.md) is about K.
