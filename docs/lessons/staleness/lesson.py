@@ -134,9 +134,9 @@ def _(mo):
     have moved, so it ignores them, and what is left is "half". `ratio` and `tis` have all signs right.
 
     At age 8 even `tis` fails, since a ratio of 7 is cut to 2. Why cut at all, if `ratio` is right? It is right
-    on average, and here exactly, because the batch has each answer just as often as version 0 gives it. In a real batch
-    a single answer with a large ratio decides everything: eight are worth 1.2. Cutting trades a wrong direction, if ratios
-    are large, for less noise. The way out is not to let them get large: that is what K bounds.
+    on average, and here exactly, because the batch has each answer just as often as version 0 gives it. In a real
+    batch a single answer with a large ratio decides everything: eight are worth 1.2. Cutting trades a wrong
+    direction, if ratios are large, for less noise. The way out is not to let them get large: that is what K bounds.
 
     So DORA trains with `tis` and a small K, and clips only what the step itself has changed since it began (`ratio =
     "decoupled"`). [OBJECTIVES.md](../OBJECTIVES.md#corrections) has the formulas, and [what asynchrony costs in
