@@ -1,4 +1,4 @@
-"""Lessons, docs/lessons/NAME/lesson.py, as pages with their outputs: `python -m tests.lessons.publish` writes NAME.md.
+"""Lessons, docs/lessons/NAME/lesson.py, as pages with their outputs: `python -m tests.lessons.publish` writes them all.
 
 A lesson is a marimo notebook: a Python file whose cells are functions. Invariant: a cell is either text, `mo.md("...")`
 alone, or a program, whose output is what it prints; so pages are made without marimo.

@@ -51,7 +51,8 @@ def test_every_document_has_a_place_in_the_navigation() -> None:
 
 def test_a_link_to_a_page_that_is_not_there_fails(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs/README.md").write_text("[gone](GONE.md)\n")
+    page = "GONE"
+    (tmp_path / "docs/README.md").write_text(f"[gone]({page}.md)\n")
     (tmp_path / "zensical.toml").write_text('[project]\nsite_name = "x"\n')
     with pytest.raises(subprocess.CalledProcessError):
         build(tmp_path)
