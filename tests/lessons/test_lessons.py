@@ -39,6 +39,13 @@ def test_the_page_has_the_text_and_the_programs_of_the_lesson(lesson: Path) -> N
     assert sum(len(cell.text.splitlines()) for cell in cells(lesson)) <= 100
 
 
+@pytest.mark.parametrize("cell", ["x = 1\n    mo.md('text')", "mo.md(f'{1}')", "mo.ui.slider(1, 2)"])
+def test_a_cell_is_text_or_a_program(cell: str, tmp_path: Path) -> None:
+    (tmp_path / "lesson.py").write_text(f"@app.cell\ndef _(mo):\n    {cell}\n    return\n")
+    with pytest.raises(AssertionError):
+        list(cells(tmp_path / "lesson.py"))
+
+
 @every_lesson
 def test_marimo_takes_the_lesson_as_it_is(lesson: Path) -> None:
     command = [sys.executable, "-m", "marimo", "check", "--strict", str(lesson)]
