@@ -285,7 +285,7 @@ def _targets(found: Results) -> str:
             reached = value <= bar if sign == "≤" else value >= bar
             text = f"{value:.0f}" if bar == 0 else f"{value:.3f}"
             lines.append((what, text, f"{sign} {bar:g}", "reached" if reached else "**missed**"))
-    return table("what | found | target | ", lines)
+    return table("what | found | target | result", lines)
 
 
 def _violations(found: Results) -> int:

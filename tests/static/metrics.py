@@ -273,7 +273,7 @@ def _refusals() -> dict[str, str]:
 
 
 def _meanings(heading: str, rows: Mapping[str, str]) -> list[str]:
-    return [f"| {heading} | |", "|---|---|", *(f"| `{name}` | {meaning} |" for name, meaning in rows.items())]
+    return [f"| {heading} | meaning |", "|---|---|", *(f"| `{name}` | {meaning} |" for name, meaning in rows.items())]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SEARCHED = ("README.md", "CONTRIBUTING.md", "docs", "launch", "bench", "dora", "tests")
 SUFFIXES = {".py", ".md", ".toml", ".html"}
-PAGE = re.compile(r"[\w./-]*[\w-]\.md\b")
+PAGE = re.compile(r"[\w./-]*[\w-]\.md\b(?!\()")  # a lesson calls mo.md()
 PAPER = re.compile(r"arXiv|\b\d{4}\.\d{5}\b")
 
 
@@ -22,7 +22,10 @@ def files() -> Iterator[Path]:
 
 
 def is_there(name: str, file: Path) -> bool:
-    return any((home / name).is_file() for home in (ROOT, ROOT / "docs", ROOT / "bench", file.parent))
+    published = (
+        file.parent.parent if file.name == "lesson.py" else file.parent
+    )  # the page of a lesson is beside its folder
+    return any((home / name).is_file() for home in (ROOT, ROOT / "docs", ROOT / "bench", published))
 
 
 def dangling(text: str, file: Path) -> list[str]:

@@ -61,6 +61,11 @@ class Page:
         found = await self._call("Runtime.evaluate", expression=f"Boolean({script})", returnByValue=True)
         return bool(found.get("result", {}).get("value") is True)
 
+    async def prefer(self, scheme: str) -> None:
+        """Be the browser of somebody who prefers `light` or `dark`."""
+        preference = {"name": "prefers-color-scheme", "value": scheme}
+        await self._call("Emulation.setEmulatedMedia", features=[preference])
+
     async def fill(self, id: str, text: str) -> None:
         await self.run(f"document.getElementById({json.dumps(id)}).value = {json.dumps(text)}")
 
@@ -112,10 +117,11 @@ class Page:
 async def browser(home: Path) -> AsyncIterator[Page]:
     """A tab of a new browser whose profile is in `home`."""
     options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "--no-first-run")
+    mouse = "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4"
     quiet = ("--disable-background-networking", "--disable-component-update", "--disable-sync")
     assert CHROMIUM is not None
     process = await asyncio.create_subprocess_exec(
-        CHROMIUM, *options, *quiet, f"--user-data-dir={home}", "about:blank", stderr=asyncio.subprocess.PIPE
+        CHROMIUM, *options, mouse, *quiet, f"--user-data-dir={home}", "about:blank", stderr=asyncio.subprocess.PIPE
     )
     assert process.stderr is not None
     listening = None

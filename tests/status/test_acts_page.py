@@ -113,6 +113,20 @@ async def test_requests_are_asked_back_once_and_done_once(tmp_path: Path, shown:
         await page.until("document.readyState === 'complete' && document.getElementById('acts-panel')?.hidden")
 
 
+async def test_a_question_that_follows_another_at_once_is_asked(tmp_path: Path, shown: Snapshot) -> None:
+    """The browser says that a dialog was closed in an event of its own, which may come after the next question."""
+    desk = Desk()
+    at_once = "document.getElementById('ask-no').click(); document.getElementById('act-stop').click()"
+    async with run_with(shown, desk) as server, browser(tmp_path) as page:
+        await unlocked(page, server.url)
+        await page.press("#act-evaluate")
+        closed = "new Promise((told) => document.getElementById('ask').addEventListener('close', () => told(1)))"
+        assert await page.run(f"(() => {{ const closed = {closed}; {at_once}; return closed; }})()")
+        await page.click("#ask-yes")
+        await page.until("document.getElementById('acts-said').textContent === 'The run says: stop : done.'")
+        assert desk.asked == [("stop", "")]
+
+
 async def test_without_the_right_token_nothing_can_be_asked(tmp_path: Path, shown: Snapshot) -> None:
     desk = Desk()
     async with run_with(shown, desk) as server, browser(tmp_path) as page:

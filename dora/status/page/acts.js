@@ -126,4 +126,4 @@ byId("add-form").addEventListener("submit", (event) => {
 });
 byId("ask-yes").addEventListener("click", confirmed);
 byId("ask-no").addEventListener("click", () => byId("ask").close());
-byId("ask").addEventListener("close", () => (pending = null));
+byId("ask").addEventListener("close", () => { if (!byId("ask").open) pending = null; }); // it may be open again: the event comes late
