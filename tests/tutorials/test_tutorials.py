@@ -95,6 +95,26 @@ KeyboardInterrupt
         following.follow(Fence("output", "", "ready\n"))  # it was said before the last output
 
 
+def test_ctrl_c_is_pressed_in_a_terminal_and_nothing_else_has_one(tmp_path: Path) -> None:
+    following = reader(tmp_path)
+    following.follow(Fence("sh", "", "! test -t 1\n"))
+    following.follow(
+        Fence("sh", "press Ctrl-C when it says: ready", "test -t 1\nprintf '\\033[2Krea\\033[1mdy'\nsleep 60\n")
+    )
+    following.follow(Fence("output", "", "ready\n"))
+
+
+def test_ports_are_free_ones(tmp_path: Path) -> None:
+    """Two readers on one machine do not meet."""
+    following = reader(tmp_path)
+    following.follow(
+        Fence(
+            "sh", "", "dora check launch/configs/nodes-2x8.toml --gpus 16x80GB --model seed --set status.port=99999\n"
+        )
+    )
+    following.follow(Fence("sh", "", "! echo 127.0.0.1:8423 | grep 8423\n"))
+
+
 def test_only_the_dora_of_this_interpreter_is_run(tmp_path: Path) -> None:
     following = reader(tmp_path)
     following.follow(Fence("sh", "", "command -v dora python\n"))
