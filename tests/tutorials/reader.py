@@ -10,8 +10,8 @@
 | `output` | looks for its lines in what was said since the last `output`; numbers may differ, and `...` is anything |
 | `text` | reads it |
 
-Invariant: what is not in this table is an error, so that nothing is passed over. Only ports differ from those of the page:
-they are free ones, as others may follow a page on the same machine.
+Invariant: what is not in this table is an error, so that nothing is passed over. Only ports differ from those of a
+page: they are free ones, as others may follow a page on the same machine.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ ROOT: Final = Path(__file__).parents[2]
 LIMIT_S: Final = 300.0
 _FENCE: Final = re.compile(r'^```([a-z]+)(?: title="([^"\n]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 _CTRL_C: Final = "press Ctrl-C when it says: "
+_NUMBER: Final = r"-?\d[\d.,]*(?:e[+-]?\d+)?"
+_DURATION: Final = r"(?:\d+ (?:h|min) )*\d[\d.,]* s\b"
+_CURVE: Final = "[▁-█━─░]+"
 #: What may differ from run to run: numbers, bars and curves, and what was left out.
-_LOOSE: Final = re.compile(r"(\.\.\.|[▁-█━─░]+|-?\d[\d.,]*(?:e[+-]?\d+)?|\s+)")
+_LOOSE: Final = re.compile(rf"(\.\.\.|{_CURVE}|{_DURATION}|{_NUMBER}|\s+)")
 #: What moves the cursor of a terminal, and colors.
 _CONTROL: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 #: A configuration that a command runs.
@@ -163,7 +166,7 @@ def _patterns(line: str) -> Iterator[str]:
         elif part.isspace():
             yield r"[ \t]+"
         else:
-            yield r"-?\d[\d.,]*(?:e[+-]?\d+)?" if part[-1].isascii() else "[▁-█━─░]+"
+            yield next(loose for loose in (_DURATION, _NUMBER, _CURVE) if re.fullmatch(loose, part))
 
 
 @contextmanager
