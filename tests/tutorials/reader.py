@@ -37,7 +37,7 @@ ROOT: Final = Path(__file__).parents[2]
 LIMIT_S: Final = 300.0
 _FENCE: Final = re.compile(r'^```([a-z]+)(?: title="([^"\n]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 _CTRL_C: Final = "press Ctrl-C when it says: "
-_NUMBER: Final = r"-?\d[\d.,]*(?:e[+-]?\d+)?"
+_NUMBER: Final = r"[+-]?\d[\d.,]*(?:e[+-]?\d+)?"
 _DURATION: Final = r"(?:\d+ (?:h|min) )*\d[\d.,]* s\b"
 _CURVE: Final = "[▁-█━─░]+"
 #: What may differ from run to run: numbers, bars and curves, and what was left out.

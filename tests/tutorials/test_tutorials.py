@@ -130,6 +130,7 @@ def test_only_the_dora_of_this_interpreter_is_run(tmp_path: Path) -> None:
         ("1,024 tokens (enough)", "7 tokens (enough)"),
         ("finished in 1 min 9 s, seed 0", "finished in 56 s, seed 3"),
         ("in 0.3 s: -1.5e-05", "in 1 h 2 min 3 s: 7"),
+        ("B - A = +0.000, 95 % -0.1 to +0.2", "B - A = -0.031, 95 % -0.2 to -0.1"),
     ],
 )
 def test_numbers_and_curves_may_differ(line: str, said: str) -> None:
