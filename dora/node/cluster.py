@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version as release_of
 from pathlib import Path
@@ -57,6 +57,8 @@ log = structlog.get_logger(__name__)
 BEAT_S: Final = 2.0
 #: Time in which this host must be able to connect to a node that has joined.
 ADMIT_S: Final = 30.0
+#: Time in which nodes that may join another run let this one go.
+LET_GO_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,7 @@ class Cluster:
         self._dumped = dump(config)
         self._checks: dict[int, asyncio.Task[None]] = {}  # of addresses, by place
         self._running: asyncio.Task[None] | None = None
+        self._free: set[bytes] | None = None  # after the end: the nodes that look for another controller
         self.changes = Changes()
         self.places = Places(config, known=settings.known, removed=settings.removed, now=time.monotonic())
         self.spread = Spread(
@@ -208,6 +211,10 @@ class Cluster:
                 self._on_report(place, message)
 
     async def _on_join(self, identity: bytes, join: Join) -> None:
+        if self._free is not None:
+            self._free.add(identity)
+            self.changes.tell()
+            return
         release = release_of("dora-rl")
         if (join.protocol, join.release) != (NODE_PROTOCOL, release):
             reason = (
@@ -361,11 +368,19 @@ class Cluster:
             await asyncio.sleep(0)  # others get their turn
 
     async def end(self, reason: str, *, may_join_another: bool = False) -> None:
-        """Tell all nodes that the run is over."""
+        """Tell all nodes that the run is over, and wait until those that may join another look for it.
+
+        Whoever closes the connection before that may lose the message, which leaves a node to its lease.
+        """
         over = Over(term=self._settings.term, reason=reason, may_join_another=may_join_another)
-        for place in self.places:
-            if place.identity is not None:
-                await self._hub.send(place.identity, over)
+        told = [place.identity for place in self.places if place.identity is not None]
+        self._free = free = set[bytes]()
+        for identity in told:
+            await self._hub.send(identity, over)
+        if may_join_another:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LET_GO_S):
+                    await self.wait_until(lambda: free.issuperset(told))
 
     async def let_go(self, place: Place) -> None:
         """Tell a node that it has left; the next one in its place has servers with other numbers."""

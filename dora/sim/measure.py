@@ -142,7 +142,7 @@ class Measure:
             instance_shares=shares,
             slot_load=(b.slots_s - a.slots_s) / slots_s,
             tool_load=(b.called_s - a.called_s) / slots_s,
-            trainer_idle=1 - (b.busy_s - a.busy_s) / span,
+            trainer_idle=max(0.0, 1 - (b.busy_s - a.busy_s) / span),  # the sum of busy times is rounded
             trainer_unbalanced=(b.unbalanced_s - a.unbalanced_s) / span,
             staleness=tuple(counts),
             staleness_mean=sum(i * n for i, n in enumerate(counts)) / groups,

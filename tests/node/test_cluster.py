@@ -22,6 +22,7 @@ from dora.transport.node_messages import (
     NODE_PROTOCOL,
     Beat,
     NodeOrders,
+    NodeWelcome,
     Over,
     ProcessState,
     Rejected,
@@ -29,7 +30,7 @@ from dora.transport.node_messages import (
     ServerOrder,
     Superseded,
 )
-from tests.node.peers import RUN, WAIT_S, Controller, Peer, config_of, controller
+from tests.node.peers import AGAIN_S, RUN, WAIT_S, Controller, Peer, config_of, controller
 from tests.weights.nodes import publish
 
 ONE = ("nodes.expected=1", "nodes.train=0", "nodes.max=3", "rollout.max_staleness=0")
@@ -127,6 +128,35 @@ async def test_a_node_of_another_run_gets_no_answer(tmp_path: Path) -> None:
             await own.join(run_id=RUN)
             assert await other.end.receive(0) == []
             assert [place.name for place in there.cluster.places] == ["b"]
+
+
+async def test_a_check_ends_once_its_nodes_look_for_another_controller_and_does_not_take_them_again(
+    tmp_path: Path,
+) -> None:
+    async with controller(tmp_path, *ONE, "nodes.max=2") as there:
+        there.cluster.on_new_servers = lambda place: 40 + place.number
+        with Peer(there.address, "a") as one, Peer(there.address, "b") as other:
+            await one.take_part()
+            await other.take_part()
+            ending = asyncio.create_task(there.cluster.end("the check is over", may_join_another=True))
+            for peer in (one, other):
+                assert not ending.done()
+                assert (await peer.until(Over)).may_join_another
+                await peer.send(peer.asks())
+            async with asyncio.timeout(cluster_module.LET_GO_S / 2):
+                await ending
+            assert not any(isinstance(message, NodeWelcome) for _, message in await other.end.receive(AGAIN_S))
+
+
+async def test_a_check_does_not_wait_long_for_a_node_that_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "LET_GO_S", 0.1)
+    async with controller(tmp_path, *ONE) as there:
+        with Peer(there.address, "a") as peer:
+            await peer.take_part()
+            async with asyncio.timeout(WAIT_S):
+                await there.cluster.end("the check is over", may_join_another=True)
 
 
 async def test_more_nodes_join_up_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

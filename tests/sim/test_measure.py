@@ -14,8 +14,8 @@ from tests.sim.worlds import workload
 STEADY = range(4, 10)
 
 
-def measured() -> Result:
-    """In steady steps the trainer is busy for 8 of 10 s and every third group is stale; the other steps are extreme."""
+def measured(*, busy_s: float = 8.0) -> Result:
+    """In steady steps the trainer is busy for `busy_s` of 10 s and every third group is stale; others are extreme."""
     one = workload("dora", k=1, job={"steps": 12}, fleet={"rollout_devices": 2})
     state, instances = State(one.settings()), [SimulatedInstance(i, one.fleet.server) for i in range(2)]  # type: ignore[arg-type]
     measure, at = Measure(one, instances), 0.0
@@ -26,7 +26,9 @@ def measured() -> Result:
         measure.committed(step, staleness=int(stale), lengths=[30, 50] if is_steady else [9, 9])
         if is_steady and step % 2:
             measure.discarded([100, 20])
-        measure.trained_wave(num_tokens=400 if is_steady else 7_000, busy_s=8.0 if is_steady else 1.0, unbalanced_s=2.0)
+        measure.trained_wave(
+            num_tokens=400 if is_steady else 7_000, busy_s=busy_s if is_steady else 1.0, unbalanced_s=2.0
+        )
         state.counters.migrations += 3 if is_steady else 40
         for instance in instances:
             instance.up = True
@@ -36,6 +38,11 @@ def measured() -> Result:
             instance.evictions += 5 if is_steady else 60
         measure.step_trained(step, at=at, state=state)
     return measure.result(seed=0, limit=limit(one, seed=0), state=state, num_events=0)
+
+
+def test_a_trainer_that_is_always_busy_is_not_idle_for_less_than_no_time() -> None:
+    result = measured(busy_s=10.000000000000002)  # what rounding makes of 10
+    assert f"{result.trainer_idle:.1%}" == "0.0%"
 
 
 def test_only_the_steady_state_counts() -> None:

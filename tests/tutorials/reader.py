@@ -3,40 +3,64 @@
 | fence | what the reader does |
 |---|---|
 | `sh` | types it into a shell, which ends at the first command that fails |
-| `sh title="press Ctrl-C when it says: WORDS"` | the same, and does that |
+| `sh title="press Ctrl-C when it says: WORDS"` | the same in a terminal, where views are redrawn, and does that |
 | `sh title="on ..."` | nothing: it is for other machines; but each file that it runs was checked before |
 | `python` | runs it |
 | any other with `title="FILE"` | writes it to that file |
 | `output` | looks for its lines in what was said since the last `output`; numbers may differ, and `...` is anything |
 | `text` | reads it |
 
-Invariant: what is not in this table is an error, so that nothing is passed over.
+Invariant: what is not in this table is an error, so that nothing is passed over. Only ports differ from those of a
+page: they are free ones, as others may follow a page on the same machine.
 """
 
 from __future__ import annotations
 
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
+
+from dora.node.ports import free_port
 
 ROOT: Final = Path(__file__).parents[2]
 #: Time limit of one fence: generous, as other work may share the machine.
 LIMIT_S: Final = 300.0
 _FENCE: Final = re.compile(r'^```([a-z]+)(?: title="([^"\n]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 _CTRL_C: Final = "press Ctrl-C when it says: "
+_NUMBER: Final = r"[+-]?\d[\d.,]*(?:e[+-]?\d+)?"
+_DURATION: Final = r"(?:\d+ (?:h|min) )*\d[\d.,]* s\b"
+_CURVE: Final = "[▁-█━─░]+"
 #: What may differ from run to run: numbers, bars and curves, and what was left out.
-_LOOSE: Final = re.compile(r"(\.\.\.|[▁-█━─░]+|-?\d[\d.,]*(?:e[+-]?\d+)?|\s+)")
+_LOOSE: Final = re.compile(rf"(\.\.\.|{_CURVE}|{_DURATION}|{_NUMBER}|\s+)")
+#: What moves the cursor of a terminal, and colors.
+_CONTROL: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 #: A configuration that a command runs.
 _RUNS: Final = re.compile(r"\bdora run (\S+\.toml)")
 _CHECKS: Final = re.compile(r"\bdora check (\S+\.toml)")
+#: The port at which a controller on a page waits for nodes.
+_NODES_PORT: Final = "8423"
+_DORA: Final = """\
+#!/bin/sh
+case "$1" in
+run | check) set -- "$@" --set status.port=0 ;;
+view) set -- "$@" --port 0 ;;
+esac
+exec {python} -m dora "$@"
+"""
+_PYTHON: Final = """\
+#!/bin/sh
+exec {python} "$@"
+"""
 
 
 @dataclass(frozen=True)
@@ -66,9 +90,11 @@ class Reader:
         self._log = folder / "said"
         self._said = ""  # since the last fence `output`
         self._checked: set[str] = set()  # configurations that `dora check` has accepted
+        self._nodes_port = str(free_port())
         self._environ = {**environ, "PATH": f"{_commands(folder / 'bin')}:{environ['PATH']}", "PYTHONPATH": str(ROOT)}
 
     def follow(self, fence: Fence) -> None:
+        fence = replace(fence, text=fence.text.replace(_NODES_PORT, self._nodes_port))
         match fence.language:
             case "sh" if fence.title.startswith("on "):
                 assert set(_RUNS.findall(fence.text)) <= self._checked, "run elsewhere, but not checked here"
@@ -92,14 +118,14 @@ class Reader:
                 path.write_text(fence.text)
 
     def _type(self, words: list[str], *, until: str = "") -> None:
-        """Execute a command; with `until`, press Ctrl-C once it has said that."""
-        with self._log.open("wb") as log:
+        """Execute a command; with `until`, do it in a terminal and press Ctrl-C once it has said that."""
+        with self._log.open("wb") as log, _terminal(log) if until else nullcontext(log) as output:
             process = subprocess.Popen(
                 words,
                 cwd=self.folder,
                 env=self._environ,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a terminal of its own, whose foreground gets Ctrl-C
                 preexec_fn=_heed_ctrl_c,
@@ -113,13 +139,13 @@ class Reader:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        said = self._log.read_text()
+        said = _CONTROL.sub("", self._log.read_text())
         self._said += said
         assert code == 0 or (until and code in (130, -signal.SIGINT)), f"exit code {code}:\n{said}"
 
     def _await(self, words: str, process: subprocess.Popen[bytes]) -> None:
         pause, waited = threading.Event(), 0.0
-        while words not in self._log.read_text(errors="replace"):
+        while words not in _CONTROL.sub("", self._log.read_text(errors="replace")):
             assert process.poll() is None, f"it ended and did not say {words!r}:\n{self._log.read_text()}"
             assert waited < LIMIT_S, f"it did not say {words!r} in {LIMIT_S:g} s:\n{self._log.read_text()}"
             pause.wait(0.1)
@@ -140,15 +166,37 @@ def _patterns(line: str) -> Iterator[str]:
         elif part.isspace():
             yield r"[ \t]+"
         else:
-            yield r"-?\d[\d.,]*(?:e[+-]?\d+)?" if part[-1].isascii() else "[▁-█━─░]+"
+            yield next(loose for loose in (_DURATION, _NUMBER, _CURVE) if re.fullmatch(loose, part))
+
+
+@contextmanager
+def _terminal(log: BinaryIO) -> Iterator[int]:
+    """A terminal of 60 lines, and all that is written to it goes to `log`."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (60, 200))
+    copying = threading.Thread(target=_copy, args=(ours, log))
+    copying.start()
+    try:
+        yield theirs
+    finally:
+        os.close(theirs)
+        copying.join()
+        os.close(ours)
+
+
+def _copy(terminal: int, log: BinaryIO) -> None:
+    with suppress(OSError):  # nobody has it open any more
+        while said := os.read(terminal, 1 << 16):
+            log.write(said)
+            log.flush()
 
 
 def _commands(folder: Path) -> Path:
     """A folder with the command `dora` of this interpreter, and with `python`."""
     folder.mkdir()
-    for name, words in {"dora": "-m dora ", "python": ""}.items():
+    for name, text in {"dora": _DORA, "python": _PYTHON}.items():
         path = folder / name
-        path.write_text(f'#!/bin/sh\nexec {sys.executable} {words}"$@"\n')
+        path.write_text(text.format(python=sys.executable))
         path.chmod(0o755)
     return folder
 

@@ -95,6 +95,23 @@ KeyboardInterrupt
         following.follow(Fence("output", "", "ready\n"))  # it was said before the last output
 
 
+def test_ctrl_c_is_pressed_in_a_terminal_and_nothing_else_has_one(tmp_path: Path) -> None:
+    following = reader(tmp_path)
+    following.follow(Fence("sh", "", "! test -t 1\n"))
+    following.follow(
+        Fence("sh", "press Ctrl-C when it says: ready", "test -t 1\nprintf '\\033[2Krea\\033[1mdy'\nsleep 60\n")
+    )
+    following.follow(Fence("output", "", "ready\n"))
+
+
+def test_ports_are_free_ones(tmp_path: Path) -> None:
+    """Two readers on one machine do not meet."""
+    following = reader(tmp_path)
+    plan = "dora check launch/configs/nodes-2x8.toml --gpus 16x80GB --model seed"
+    following.follow(Fence("sh", "", f"{plan} --set status.port=99999\n"))
+    following.follow(Fence("sh", "", "test 127.0.0.1:8423 != 127.0.0.1:84''23\n"))
+
+
 def test_only_the_dora_of_this_interpreter_is_run(tmp_path: Path) -> None:
     following = reader(tmp_path)
     following.follow(Fence("sh", "", "command -v dora python\n"))
@@ -111,6 +128,9 @@ def test_only_the_dora_of_this_interpreter_is_run(tmp_path: Path) -> None:
         ("reward  ▁▂█  0.1", "reward     ▇▇▇▇▇ 0.9"),
         ("use --k 0,1 of 8x80GB", "use --k 0,2 of 2x24GB"),
         ("1,024 tokens (enough)", "7 tokens (enough)"),
+        ("finished in 1 min 9 s, seed 0", "finished in 56 s, seed 3"),
+        ("in 0.3 s: -1.5e-05", "in 1 h 2 min 3 s: 7"),
+        ("B - A = +0.000, 95 % -0.1 to +0.2", "B - A = -0.031, 95 % -0.2 to -0.1"),
     ],
 )
 def test_numbers_and_curves_may_differ(line: str, said: str) -> None:
@@ -124,6 +144,7 @@ def test_numbers_and_curves_may_differ(line: str, said: str) -> None:
         ("reward 0.5", "reward none"),
         ("a ... c", "a b\nc"),
         ("reward.", "rewards"),
+        ("in 56 s", "in 56 steps"),
     ],
 )
 def test_words_may_not_differ(line: str, said: str) -> None:
