@@ -24,7 +24,7 @@ from dora.app.inputs import Inputs, model_bytes
 from dora.app.job import enter_graders
 from dora.app.loss_check import check_loss
 from dora.app.managed import ManagedServer
-from dora.app.sample_check import Lines, sample_sources
+from dora.app.sample_check import NOT_GRADED, Lines, sample_sources
 from dora.app.settings import SPARE_VERSIONS, settings_of
 from dora.app.trainer_check import CheckedTrainer, check_trainer
 from dora.app.trial_push import Held, push_once
@@ -109,8 +109,11 @@ async def check(config: Config, report: Report, *, push: bool = False) -> bool:
             if graders.training is None or episodes is not None:
                 report("sample", "none: an answer would be a single turn, and only a run plays whole episodes")
             else:
-                for topic, text in await _sample(config, inputs, graders.training, engine, urls[0]):
+                samples = await _sample(config, inputs, graders.training, engine, urls[0])
+                for topic, text in samples:
                     report(topic, text)
+                if any(NOT_GRADED in text for topic, text in samples if topic == "sample"):
+                    raise ConfigError("task.rewards: a reward failed on the answer above; correct it, then check again")
             if push:
                 set_umask(config.run.group)
                 await push_once(config, model=inputs.model, engine=engine, servers=servers)

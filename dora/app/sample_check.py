@@ -23,6 +23,7 @@ SAMPLE_S: Final = 120.0
 TRIED: Final = 100
 #: Characters of a text that are shown, of its beginning and of its end.
 SHOWN: Final = (160, 240)
+NOT_GRADED: Final = "NOT GRADED"
 _ENDINGS: Final = {"stop": "stop (an end token)", "length": "length (rollout.max_new_tokens are used up)"}
 
 Lines = list[tuple[str, str]]
@@ -110,7 +111,7 @@ async def _sample(
 
 def _score(outcome: Graded | GradingFailed) -> str:
     if isinstance(outcome, GradingFailed):
-        return f"NOT GRADED ({outcome.reason})"
+        return f"{NOT_GRADED} ({outcome.reason})"
     terms = ", ".join(f"{name} {value:g}" for name, value in outcome.terms)
     return f"reward {outcome.reward:g}" + (f" ({terms})" if len(outcome.terms) > 1 else "")
 

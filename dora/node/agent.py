@@ -24,6 +24,8 @@ from dora.transport.node_messages import NODE_PROTOCOL, Beat, Join, NodeOrders, 
 REPORT_S: Final = 2.0
 #: A controller that has been silent for this long may have been replaced: the node introduces itself again.
 SILENT_S: Final = 3 * REPORT_S
+#: A node that leaves does not wait for a controller that has been silent for this long.
+ALONE_S: Final = 15.0
 #: Time without an answer after which the user is told.
 COMPLAIN_S: Final = 10.0
 #: Time in which a controller must answer at first.
@@ -31,7 +33,8 @@ JOIN_TIMEOUT_S: Final = 600.0
 
 
 async def run_node(settings: NodeSettings, controllers: tuple[str, ...], leave: asyncio.Event) -> str:
-    """Follow a controller until the run is over or, after `leave` is set, until it lets the node go; return why.
+    """Follow a controller until the run is over or, after `leave` is set, until it lets the node go or is silent for
+    ALONE_S; return why.
 
     ConfigError if the node is rejected; RunFailed if there is no controller.
     """
@@ -140,6 +143,8 @@ class _Agent:
                     await self._end.send(self._followed, self._member.report(self._term, is_leaving=is_leaving))
                 if is_leaving and (self._member is None or self._member.has_ranks):
                     return Over(term=self._term, reason="the node has left")
+                if is_leaving and time.monotonic() - self._heard_at[self._followed] > ALONE_S:
+                    return Over(term=self._term, reason="the node has left; no controller was there to let it go")
                 with suppress(TimeoutError):
                     async with asyncio.timeout(REPORT_S):
                         await self._changed.wait()

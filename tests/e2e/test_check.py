@@ -139,6 +139,22 @@ def test_a_plan_for_other_gpus_starts_nothing_and_needs_no_data(tmp_path: Path) 
     assert files_below(tmp_path) == set()
 
 
+@pytest.mark.timeout(200)
+def test_a_reward_that_fails_on_what_the_model_answers_fails_the_check(tmp_path: Path) -> None:
+    (tmp_path / "picky.py").write_text(
+        "def score(response, answer):\n    return 1.0 if response == answer else undefined\n"
+    )
+    rows = "".join(json.dumps({"prompt": f"a1b{digit}=", "answer": "none of these"}) + "\n" for digit in range(4))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    source = f'[{{kind="jsonl", path="{tmp_path}/rows.jsonl"}}]'
+    reward = f'[{{kind="function", name="{tmp_path}/picky.py:score"}}]'
+    overrides = settings(status__port=0, task__sources=source, task__rewards=reward, eval__sets="[]")
+    result = run_to_end("check", *overrides, cwd=tmp_path)
+    assert "reference answers score 1, 1, 1, 1" in result.stdout
+    assert re.search(r"\nsample .*: NOT GRADED \(error: .*NameError.* \(picky.py:2\)\)", result.stdout), result.stdout
+    assert_one_clear_error(result, code=2, says="task.rewards: a reward failed on the answer above")
+
+
 @pytest.mark.parametrize("given", ["", "8xfooGB"])
 def test_gpus_that_are_not_a_number_and_a_memory_are_refused(given: str) -> None:
     says = f"--gpus {given}: expected the number and the memory of the GPUs, such as 8x80GB"

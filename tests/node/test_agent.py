@@ -409,6 +409,22 @@ async def test_a_node_that_is_told_to_leave_stays_until_it_is_let_go(tmp_path: P
             assert not psutil.pid_exists(pid)
 
 
+async def test_a_node_that_is_told_to_leave_when_no_controller_is_there_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module, "ALONE_S", 0.2)
+    with Hub() as there:
+        async with agent(tmp_path, there.address) as here:
+            await there.welcome(job(tmp_path))
+            await there.order(servers={0: 1})
+            pid = pid_of(await there.report(is_up(1)))
+            here.leave.set()
+            async with asyncio.timeout(WAIT_S):
+                ended = await asyncio.shield(here.ended)
+            assert ended == "the node has left; no controller was there to let it go"
+            assert not psutil.pid_exists(pid)
+
+
 async def test_a_node_with_ranks_that_is_told_to_leave_says_so_and_goes(tmp_path: Path) -> None:
     with Hub() as there:
         async with agent(tmp_path, there.address) as here:
