@@ -15,8 +15,9 @@ import asyncio
 import os
 import re
 import shutil
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,8 @@ from dora.weights.store import Manifest, StoreError, VersionLost, VersionStore
 MAX_CONNECTIONS: Final = 64
 #: Maximum number of deltas that are kept for others.
 MAX_DELTAS: Final = 2
+#: Number of versions of which it is known that they were released; who asks for an older one waits `wait_s` in vain.
+MAX_RELEASED: Final = 64
 DELTA_ATTEMPTS: Final = 3  #: before the whole version is fetched
 _FOLDER: Final = "versions/[0-9]{1,9}|deltas/[0-9]{1,9}-[0-9]{1,9}|checkpoints/step-[0-9A-Za-z-]{1,30}"
 _Made = TypeVar("_Made", Path, Path | None)
@@ -70,6 +73,7 @@ class Relay:
         self._arrivals: dict[str, Arrival] = {}  # what is being fetched, and the deltas that are kept
         self._deltas: list[str] = []  # kept
         self._settled: set[VersionId] = set()  # there will be no delta of it, or it is kept
+        self._released: deque[str] = deque(maxlen=MAX_RELEASED)  # names of versions that will not be here again
         self._known: set[web.RequestHandler] = set()  # connections on which the key was shown
 
     @asynccontextmanager
@@ -169,6 +173,7 @@ class Relay:
         while any(map(is_of_it, self._fetches)):
             await self._changed.wait()
         self._settled.discard(version)
+        self._released.append(f"versions/{version}")
         await self._drop(list(filter(is_of_it, self._deltas)))
 
     async def _drop(self, deltas: Sequence[str]) -> None:
@@ -181,6 +186,8 @@ class Relay:
         """The only fetch of this name, and what is to be undone after it."""
         if name in self._fetches:
             raise StoreError(f"{name} is already being fetched")
+        with suppress(ValueError):
+            self._released.remove(name)
         self._fetches[name] = scope = asyncio.timeout(None)
         try:
             async with scope, AsyncExitStack() as undo:
@@ -240,7 +247,7 @@ class Relay:
         return await self._send(request, piece, headers)
 
     async def _find(self, key: str, name: str, stop: int) -> tuple[Path, int | None]:
-        """Wait until bytes of a file are here; TimeoutError if they were on their way, but that has ended.
+        """Wait until bytes of a file are here; TimeoutError if they were on their way, or here, but that has ended.
 
         Return its path, and the size that it will have if it is not complete.
         """
@@ -250,7 +257,7 @@ class Relay:
             if arrival is None:
                 if (path := await in_thread(partial(self._complete, key, name))) is not None:
                     return path, None
-                if is_on_its_way:
+                if is_on_its_way or key in self._released:
                     raise TimeoutError
             elif name not in arrival.files:
                 raise StoreError(f"{key} has no file {name}")

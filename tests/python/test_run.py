@@ -33,8 +33,8 @@ from tests.e2e.runs import heed_ctrl_c
 HOLDS = """
 import sys
 held = open(sys.argv[1])
-print("up", flush=True)
 try:
+    print("up", flush=True)
     sys.stdin.read()
 except KeyboardInterrupt:
     print("interrupted", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from dora.journal.codec import FORMAT, Header
 from dora.journal.run_folder import RunFolder
 from dora.journal.writer import JournalWriter
 from dora.trackers.follow import follow
+from dora.trackers.rows import GROUPS
 from dora.trackers.wandb import read_records
 from tests.core.world import settings
 
@@ -71,7 +73,12 @@ def _expected(row: dict[str, Any]) -> Logged:
             left += [(f"{name}/{key}", v) for key, v in value_.items()]
         elif value_ is not None and not isinstance(value_, str):
             found[name] = float(value_)
-    return axis, value, found
+    return axis, value, {_in_its_group(name): value for name, value in found.items()}
+
+
+def _in_its_group(name: str) -> str:
+    groups = [group for group, names in GROUPS.items() if name in names]
+    return "/".join([*groups, re.sub(r"^trainer/(?=lag=)", "by_staleness/", name)])
 
 
 # -- readers ----------------------------------------------------------------------------------------------------------

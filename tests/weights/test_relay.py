@@ -100,6 +100,28 @@ async def test_the_next_node_is_told_when_a_fetch_ends_without_the_version(tmp_p
     assert len(pieces) <= NUM_PIECES + AHEAD, "only the pieces for which the second waited were asked for again"
 
 
+async def test_who_asks_for_a_version_after_it_was_released_does_not_wait_for_it(tmp_path: Path) -> None:
+    maker, a, b = (store_at(tmp_path / name) for name in ("maker", "a", "b"))
+    manifest = publish(maker)
+    patient = RelayLimits(piece_bytes=PIECE, wait_s=10 * WAIT_S)
+    async with (
+        asyncio.timeout(WAIT_S),
+        node(maker, after=5 * PIECE) as (_, from_maker),
+        node(a, limits=patient) as (relay_a, from_a),
+    ):
+        fetch = asyncio.create_task(relay_a.fetch(manifest, lambda: [from_maker.source()]))
+        await from_maker.until(1)
+        await relay_a.stop(3)
+        with pytest.raises(StoreError, match="was released meanwhile"):
+            await fetch
+        hasty = RelayLimits(piece_bytes=PIECE, attempts=1)
+        assert "HTTP status 503" in await refused(b, manifest, from_a.source(), limits=hasty)
+        from_maker.open()
+        await relay_a.fetch(manifest, lambda: [from_maker.source()])
+        await fetched(b, manifest, from_a.source())
+    assert held(a) == held(b) == FILES
+
+
 async def test_a_request_for_a_piece_that_does_not_arrive_ends(tmp_path: Path) -> None:
     """The node says so; until then the connection may be silent for longer than it may take to begin."""
     maker, a, b = (store_at(tmp_path / name) for name in ("maker", "a", "b"))
