@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.runs import environment
-from tests.lessons.publish import LESSONS, ROOT, cells, outputs, page
+from tests.lessons.publish import LESSONS, ROOT, cells
 
 every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.parent.name)
 
@@ -51,15 +50,6 @@ def test_marimo_takes_the_lesson_as_it_is(lesson: Path) -> None:
     command = [sys.executable, "-m", "marimo", "check", "--strict", str(lesson)]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
-
-
-@pytest.mark.deep
-@pytest.mark.timeout(600)
-@every_lesson
-def test_the_page_shows_what_the_lesson_prints(lesson: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert published(lesson) == page(lesson, outputs(lesson)), "run: python -m tests.lessons.publish"
 
 
 @pytest.mark.deep
