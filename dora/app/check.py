@@ -24,7 +24,7 @@ from dora.app.inputs import Inputs, model_bytes
 from dora.app.job import enter_graders
 from dora.app.loss_check import check_loss
 from dora.app.managed import ManagedServer
-from dora.app.sample_check import NOT_GRADED, Lines, sample_sources
+from dora.app.sample_check import Samples, sample_sources
 from dora.app.settings import SPARE_VERSIONS, settings_of
 from dora.app.trainer_check import CheckedTrainer, check_trainer
 from dora.app.trial_push import Held, push_once
@@ -110,9 +110,9 @@ async def check(config: Config, report: Report, *, push: bool = False) -> bool:
                 report("sample", "none: an answer would be a single turn, and only a run plays whole episodes")
             else:
                 samples = await _sample(config, inputs, graders.training, engine, urls[0])
-                for topic, text in samples:
+                for topic, text in samples.lines:
                     report(topic, text)
-                if any(NOT_GRADED in text for topic, text in samples if topic == "sample"):
+                if samples.has_failed:
                     raise ConfigError("task.rewards: a reward failed on the answer above; correct it, then check again")
             if push:
                 set_umask(config.run.group)
@@ -224,7 +224,7 @@ async def _check_server(
     return Held(url, _field(config, url), found.label, is_model=worst <= limit)
 
 
-async def _sample(config: Config, inputs: Inputs, pool: GraderPool, engine: InferenceEngine, url: str) -> Lines:
+async def _sample(config: Config, inputs: Inputs, pool: GraderPool, engine: InferenceEngine, url: str) -> Samples:
     try:
         return await sample_sources(config, inputs, pool, engine, url)
     except RemoteError as err:

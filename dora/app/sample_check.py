@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final
 
 from dora.app.inputs import Inputs
@@ -23,29 +24,37 @@ SAMPLE_S: Final = 120.0
 TRIED: Final = 100
 #: Characters of a text that are shown, of its beginning and of its end.
 SHOWN: Final = (160, 240)
-NOT_GRADED: Final = "NOT GRADED"
 _ENDINGS: Final = {"stop": "stop (an end token)", "length": "length (rollout.max_new_tokens are used up)"}
 
 Lines = list[tuple[str, str]]
 
 
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The answers of all sources, as lines, and whether a reward failed on one of them."""
+
+    lines: Lines
+    has_failed: bool
+
+
 async def sample_sources(
     config: Config, inputs: Inputs, pool: GraderPool, engine: InferenceEngine, url: str, *, limit_s: float = SAMPLE_S
-) -> Lines:
-    """Return lines about one answer per source, sampled as in the run by the server at `url`.
+) -> Samples:
+    """Return one answer per source, sampled as in the run by the server at `url`.
 
     RemoteError if the server fails.
     """
     prompts = [await asyncio.to_thread(_prompt_of, inputs, index) for index in range(len(config.task.sources))]
     deadline = asyncio.get_running_loop().time() + limit_s
 
-    async def sample(index: int, prompt: Prompt | None) -> Lines:
+    async def sample(index: int, prompt: Prompt | None) -> Samples:
         if prompt is None:
-            return [("sample", f"task.sources.{index}: not sampled, because none of its first prompts can be used")]
+            text = f"task.sources.{index}: not sampled, because none of its first prompts can be used"
+            return Samples([("sample", text)], has_failed=False)
         return await _sample(config, prompt, inputs.tokenizer, pool, engine, url, deadline=deadline)
 
     found = await asyncio.gather(*itertools.starmap(sample, enumerate(prompts)))
-    return list(itertools.chain.from_iterable(found))
+    return Samples([line for one in found for line in one.lines], any(one.has_failed for one in found))
 
 
 def _prompt_of(inputs: Inputs, source: int) -> Prompt | None:
@@ -66,7 +75,7 @@ async def _sample(
     url: str,
     *,
     deadline: float,
-) -> Lines:
+) -> Samples:
     tokens: list[int] = []
 
     def collect(new_tokens: Sequence[int], _: Sequence[float]) -> None:
@@ -86,7 +95,7 @@ async def _sample(
         async with asyncio.timeout_at(deadline):
             ended = (await engine.generate(url, request, collect)).finish_reason
     response = tokenizer.decode(tokens)
-    score = "not graded"
+    score, has_failed = "not graded", False
     if ended in ("stop", "length"):
         graded = GradeRequest(
             prompt=prompt.text,
@@ -98,7 +107,8 @@ async def _sample(
             finish="stop" if ended == "stop" else "length",
             source=prompt.label,
         )
-        score = _score(await pool.grade(graded))
+        outcome = await pool.grade(graded)
+        score, has_failed = _score(outcome), isinstance(outcome, GradingFailed)
     source = f"task.sources.{prompt.source_index} ({prompt.source})"
     ending = _ENDINGS.get(ended, "unfinished: the time for samples is over")
     lines = [
@@ -106,12 +116,14 @@ async def _sample(
         ("  prompt", shown(prompt.text)),
         ("  response", shown(response)),
     ]
-    return [*lines, ("  reference", shown(prompt.answer))] if prompt.answer else lines
+    if prompt.answer:
+        lines.append(("  reference", shown(prompt.answer)))
+    return Samples(lines, has_failed)
 
 
 def _score(outcome: Graded | GradingFailed) -> str:
     if isinstance(outcome, GradingFailed):
-        return f"{NOT_GRADED} ({outcome.reason})"
+        return f"NOT GRADED ({outcome.reason})"
     terms = ", ".join(f"{name} {value:g}" for name, value in outcome.terms)
     return f"reward {outcome.reward:g}" + (f" ({terms})" if len(outcome.terms) > 1 else "")
 

@@ -39,8 +39,10 @@ async def sampled(*changes: str, text: str, finish: FinishReason | None) -> tupl
     engine: Any = Answers(inputs.tokenizer.encode(text, special_tokens=False), finish)
     pool = GraderPool(config.task.rewards, graders=1, timeout_s=10.0, memory_mb=2048, field="task.rewards")
     async with pool:
-        lines = await sample_sources(config, inputs, pool, engine, "http://server", limit_s=0.0 if not finish else 60.0)
-    return lines, engine
+        limit_s = 0.0 if not finish else 60.0
+        samples = await sample_sources(config, inputs, pool, engine, "http://server", limit_s=limit_s)
+    assert samples.has_failed == any("NOT GRADED (" in text for topic, text in samples.lines if topic == "sample")
+    return samples.lines, engine
 
 
 def rows(path: Path, **row: str) -> str:
@@ -77,6 +79,15 @@ async def test_a_reward_that_fails_and_an_answer_that_is_cut_are_told(tmp_path: 
     assert "NOT GRADED (error: task.rewards.0 (function moody:score): ValueError: length" in text
     assert text.endswith("2 tokens, length (rollout.max_new_tokens are used up)")
     require_harmless(one_line(text) + "\n")
+
+
+async def test_a_source_that_is_called_as_a_failure_is_none(tmp_path: Path) -> None:
+    (tmp_path / "NOT GRADED.jsonl").write_text('{"prompt": "a1=", "answer": "01"}\n')
+    source = f'task.sources=[{{kind="jsonl", path="{tmp_path}/NOT GRADED.jsonl"}}]'
+    [(_, text), *_], _ = await sampled(
+        source, 'task.rewards=[{kind="exact"}]', "eval.sets=[]", text="01", finish="stop"
+    )
+    assert "(NOT GRADED.jsonl): reward 1" in text
 
 
 async def test_an_answer_that_does_not_end_is_shown_as_far_as_it_is() -> None:

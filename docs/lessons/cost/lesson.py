@@ -57,9 +57,9 @@ def _():
 @app.cell(hide_code=True)
 def _(mo):
     mo.md(r"""
-    Four GPUs are dear, because K = 2 needs three servers, which leaves one GPU to train, and the servers wait for it.
-    Eight are the cheapest. From there each GPU more buys speed at a rising price, and after 32 hardly any: half as
-    many again make a step only a tenth faster. That is the bend.
+    Four GPUs are expensive, because K = 2 needs three servers, which leaves one GPU to train, and the servers wait for
+    it. Eight are the cheapest. Beyond that, each additional GPU buys speed at a rising price, and beyond 32 hardly any:
+    half as many again make a step only a tenth faster. That is the bend.
 
     The last column says why. *train* and *decode* are work, which more GPUs share. *slowest* is the longest answer,
     which cannot be shared ([lesson 1](longest-answer.md)). Where it becomes the limit, money stops helping.

@@ -98,9 +98,9 @@ def _(mo):
     mo.md(r"""
     Four times as many GPUs, and the step is hardly faster.
 
-    What helps is not to wait. DORA begins the answers of the next steps meanwhile, and lets a server keep the weights
-    with which it began its long answers. With K = 2 an answer may be two steps old when it is trained. (Eight of the
-    12 GPUs are servers then, and four train.)
+    The remedy is not to wait. In the meantime DORA starts on the answers of the next steps, and each server keeps the
+    weights with which it began its long answers. With K = 2 an answer may be two steps old when it is trained. (Eight
+    of the 12 GPUs are servers then, and four train.)
     """)
     return
 

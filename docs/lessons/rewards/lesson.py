@@ -35,8 +35,8 @@ def _():
 def _(mo):
     mo.md(r"""
     Now a policy that learns from it. It is no language model, only a choice among four ways to respond, which is
-    enough to see what a reward asks for. At first it mostly guesses. Once in twenty times it lists all numbers that
-    there are:
+    enough to see what a reward asks for. At first it mostly guesses. One time in twenty it lists every possible
+    number:
     """)
     return
 
@@ -90,9 +90,9 @@ def _(np):
 @app.cell(hide_code=True)
 def _(mo):
     mo.md(r"""
-    One success among failures counts much; one among successes, little. If all rewards of a group are equal, every
-    advantage is 0. Such a group teaches nothing, and DORA filters it (*zero variance*) and asks another prompt
-    instead.
+    One success among failures counts for a lot; one among successes, for little. If all rewards of a group are equal,
+    every advantage is 0. Such a group teaches nothing, and DORA filters it out (*zero variance*) and tries another
+    prompt instead.
 
     Now train. *score* is what we really want: that the last number of the response is right.
     """)
@@ -134,9 +134,9 @@ def _(contains, train):
 def _(mo):
     mo.md(r"""
     At step 10 all is well: the policy has learned to calculate, and the score has nearly tripled. Then the reward
-    goes on to 1, and the score falls to 0. A response with all numbers contains the right one, so it is always paid,
-    while who calculates makes mistakes. Nobody told the policy to cheat: this is what the function pays for. And look
-    at *filtered*: at the end the groups are all success, and nothing is learned any more.
+    goes on to 1, and the score falls to 0. A response with all numbers contains the right one, so it always earns the
+    reward, while a calculation is sometimes wrong. Nobody told the policy to cheat: it does what the function rewards.
+    And look at *filtered*: at the end every answer of a group succeeds, and nothing more is learned.
 
     Change one thing, the reward. Pay for the result alone:
     """)

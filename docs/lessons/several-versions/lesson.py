@@ -47,7 +47,7 @@ def _():
 @app.cell(hide_code=True)
 def _(mo):
     mo.md(r"""
-    The first step from 0 to 1 buys most, and each further one buys less. There is a rule behind it. Call L the time
+    Going from 0 to 1 buys the most, and each further step buys less. There is a rule behind it. Call L the time
     of the longest answer, from its first token to the version that has learned from it. With K = 0 every step
     contains one such L. With K, an answer may take K + 1 steps, so K + 1 steps share one L: **no step can be faster
     than L / (K + 1)**.

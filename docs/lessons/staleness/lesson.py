@@ -96,8 +96,8 @@ def _(advantages, batch, names, torch, version_0):
 @app.cell(hide_code=True)
 def _(mo):
     mo.md(r"""
-    The last column is the *effective sample size*: of eight old answers, only so many still speak about the new
-    policy. That is the price of old data, and no formula gets it back. (A real policy moves much less in a step.
+    The last column is the *effective sample size*: how many of the eight old answers still tell us something about the
+    new policy. That is the price of old data, and no formula gets it back. (A real policy moves much less in a step.
     These steps are huge, so that you can see what happens.)
 
     Now let a newer version train on the eight old answers. Does each become likelier (+) or rarer (-)? `true` is the
@@ -143,7 +143,7 @@ def _(mo):
     learning](../explanation/cost-in-learning.md) has measurements.
 
     **Try it**: add `"icepop": {"loss": reinforce, "weight": "icepop"}` to the methods. Or give `tis` another
-    `weight_high`: from which on is it right at age 8?
+    `weight_high`: how large must it be to be right at age 8?
     """)
     return
 
