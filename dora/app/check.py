@@ -24,7 +24,7 @@ from dora.app.inputs import Inputs, model_bytes
 from dora.app.job import enter_graders
 from dora.app.loss_check import check_loss
 from dora.app.managed import ManagedServer
-from dora.app.sample_check import Samples, sample_sources
+from dora.app.sample_check import SourceSamples, sample_sources
 from dora.app.settings import SPARE_VERSIONS, settings_of
 from dora.app.trainer_check import CheckedTrainer, check_trainer
 from dora.app.trial_push import Held, push_once
@@ -224,7 +224,7 @@ async def _check_server(
     return Held(url, _field(config, url), found.label, is_model=worst <= limit)
 
 
-async def _sample(config: Config, inputs: Inputs, pool: GraderPool, engine: InferenceEngine, url: str) -> Samples:
+async def _sample(config: Config, inputs: Inputs, pool: GraderPool, engine: InferenceEngine, url: str) -> SourceSamples:
     try:
         return await sample_sources(config, inputs, pool, engine, url)
     except RemoteError as err:

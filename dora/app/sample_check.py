@@ -30,7 +30,7 @@ Lines = list[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class SourceSamples:
     """The answers of all sources, as lines, and whether a reward failed on one of them."""
 
     lines: Lines
@@ -39,7 +39,7 @@ class Samples:
 
 async def sample_sources(
     config: Config, inputs: Inputs, pool: GraderPool, engine: InferenceEngine, url: str, *, limit_s: float = SAMPLE_S
-) -> Samples:
+) -> SourceSamples:
     """Return one answer per source, sampled as in the run by the server at `url`.
 
     RemoteError if the server fails.
@@ -47,14 +47,14 @@ async def sample_sources(
     prompts = [await asyncio.to_thread(_prompt_of, inputs, index) for index in range(len(config.task.sources))]
     deadline = asyncio.get_running_loop().time() + limit_s
 
-    async def sample(index: int, prompt: Prompt | None) -> Samples:
+    async def sample(index: int, prompt: Prompt | None) -> SourceSamples:
         if prompt is None:
             text = f"task.sources.{index}: not sampled, because none of its first prompts can be used"
-            return Samples([("sample", text)], has_failed=False)
+            return SourceSamples([("sample", text)], has_failed=False)
         return await _sample(config, prompt, inputs.tokenizer, pool, engine, url, deadline=deadline)
 
     found = await asyncio.gather(*itertools.starmap(sample, enumerate(prompts)))
-    return Samples([line for one in found for line in one.lines], any(one.has_failed for one in found))
+    return SourceSamples([line for one in found for line in one.lines], any(one.has_failed for one in found))
 
 
 def _prompt_of(inputs: Inputs, source: int) -> Prompt | None:
@@ -75,7 +75,7 @@ async def _sample(
     url: str,
     *,
     deadline: float,
-) -> Samples:
+) -> SourceSamples:
     tokens: list[int] = []
 
     def collect(new_tokens: Sequence[int], _: Sequence[float]) -> None:
@@ -118,7 +118,7 @@ async def _sample(
     ]
     if prompt.answer:
         lines.append(("  reference", shown(prompt.answer)))
-    return Samples(lines, has_failed)
+    return SourceSamples(lines, has_failed)
 
 
 def _score(outcome: Graded | GradingFailed) -> str:

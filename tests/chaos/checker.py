@@ -1,7 +1,8 @@
 """An independent check of a run folder: the rules that hold whatever was done to the run's processes and disk.
 
 It shares no code with the run (recorded.py) and has its own tables, so that a mistake in the run's own audit cannot
-hide here as well. `check(folder)` returns the violations; an unfinished run may have work in flight.
+hide here as well. `check(folder)` returns the violations; an unfinished run may have work in flight,
+and may go on meanwhile.
 
     python -m tests.chaos.checker RUN_DIR     prints them; exit code 3 if there are any
 """
@@ -15,11 +16,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import xxhash
 
 from tests.chaos.recorded import PROMPT, Chunk, Damaged, Record, read_chunks, read_frames, unpack
+
+#: Files of rows.
+ROWS: Final = ("metrics.jsonl", "trajectories.jsonl")
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Checker:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.rows = {name: _read(folder / name) for name in ROWS}  # before the journal, which is written first
         self.found = Verdict()
         self.settings: Record = {}
         self.steps = 0
@@ -406,8 +411,7 @@ def check_metrics(checker: Checker) -> Iterator[Violation]:
 
 def _lines(checker: Checker, name: str) -> Iterator[tuple[int, Record | None]]:
     """Yield rows, None for a torn one. An unfinished run may have a torn last line: it was killed while writing."""
-    path = checker.folder / name
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    lines = checker.rows[name].splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n") and not checker.found.finished:
         lines.pop()
     for number, line in enumerate(lines, 1):
@@ -415,6 +419,10 @@ def _lines(checker: Checker, name: str) -> Iterator[tuple[int, Record | None]]:
             yield number, json.loads(line) if line.endswith(b"\n") else None
         except ValueError:
             yield number, None
+
+
+def _read(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
 
 
 def check_versions(checker: Checker) -> Iterator[Violation]:

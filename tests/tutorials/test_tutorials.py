@@ -104,6 +104,7 @@ def test_ctrl_c_is_pressed_in_a_terminal_and_nothing_else_has_one(tmp_path: Path
     following.follow(Fence("output", "", "ready\n"))
 
 
+@pytest.mark.deep
 def test_ports_are_free_ones(tmp_path: Path) -> None:
     """Two readers on one machine do not meet."""
     following = reader(tmp_path)
