@@ -70,9 +70,7 @@ from dora.trainer.attention_gpu import kernels_present
 from dora.trainer.checkpointing import Mode
 from dora.trainer.forecast import Outline
 from dora.trainer.packing import Layout
-from dora.trainer.publish import Publisher
 from dora.transport.messages import VersionWritten
-from dora.weights.store import VersionStore
 
 DTYPE = "bfloat16"
 MEAN_TOKENS = 1_024  # of an answer and its prompt
@@ -343,20 +341,13 @@ def measure_ours(case: Case, answers: Answers, *, mode: Mode, folder: Path) -> I
     reports = Reports()
     chosen = settings(device=case.device, dtype=DTYPE, micro_batch_tokens=case.tokens, mode=mode)
     order = configure(model_path, chosen, store=folder)
-    publisher = Publisher(
-        VersionStore(memory_root=folder / "memory", durable_root=folder / "durable"),
-        model_path=model_path,
-        dtype=DTYPE,
-        report=reports.send,
-        on_failure=lambda err: print(f"publication failed: {err!r}", file=sys.stderr),
-    )
     with ExitStack() as stack:
         stack.callback(free)
         stack.enter_context(one_rank(case.device))
         stack.enter_context(patch("dora.trainer.model.load_shards", fill))
         if not moments:
             stack.enter_context(patch("dora.trainer.step.ShardOptimizer", WithoutMoments))
-        make = partial(make_trainer, order, publisher=publisher if case.publish else None, reports=reports)
+        make = partial(make_trainer, order, publishes=case.publish, reports=reports)
         try:
             trainer = make(layout=None if moments else Layout())
         except ConfigError as err:  # worth knowing, but no reason to measure nothing
@@ -375,7 +366,6 @@ def measure_ours(case: Case, answers: Answers, *, mode: Mode, folder: Path) -> I
         seconds = statistics.median(timed(partial(micro_batch, 0)) for _ in range(case.repeats))
         micro_batch_bytes = peak_of(case.device)
         micro_batch(0, last=True)
-        published_from, stopped_s = trainer.gather_from, trainer.gather_s
         yield Trained(
             seconds=seconds,
             peak_bytes=peak_of(case.device),
@@ -386,18 +376,19 @@ def measure_ours(case: Case, answers: Answers, *, mode: Mode, folder: Path) -> I
         if not case.publish:
             return
         index = count()
-        meanwhile = []
+        meanwhile = [timed(partial(micro_batch, 1))]
+        stopped_s = trainer.publish_s + timed(trainer._publisher.until_written)
         deadline = time.perf_counter() + PUBLISH_S
         while (written := reports.when(VersionWritten)) is None and time.perf_counter() < deadline:
             meanwhile.append(timed(partial(micro_batch, 1)))
-        publisher.close()
+        trainer._publisher.close()
         written = reports.when(VersionWritten)
         assert written is not None
         yield Published(
             num_bytes=sum(path.stat().st_size for path in (folder / "memory").glob("v*/*.safetensors")),
             stopped_s=stopped_s,
-            written_s=written - published_from,
-            slower=statistics.median(meanwhile) / seconds if meanwhile else 1.0,
+            written_s=written - trainer.publish_from,
+            slower=statistics.median(meanwhile) / seconds,
         )
         outline = Outline(model_path, dtype=getattr(torch, DTYPE), checkpointing=mode)  # takes half a minute
         longest = max(answers.lengths)

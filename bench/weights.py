@@ -33,9 +33,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from clients.steps import one_rank
 from result import Report, number, parser
 from safetensors import safe_open
-from safetensors.torch import load_file
 
 from dora.core.ids import VersionId
 from dora.engine.sglang.client import EngineClient
@@ -45,8 +45,9 @@ from dora.engine.sglang.sender import plan_buckets
 from dora.engine.sglang.senders import Senders
 from dora.engine.sglang.target import PushTarget
 from dora.node.ports import free_port
-from dora.trainer.publish import Publisher
+from dora.trainer.model import Policy, make_mesh
 from dora.weights.store import VersionStore
+from tests.trainer.publishing import make_publisher
 
 SERVERS = 2
 PUSH_S = 300.0
@@ -259,17 +260,16 @@ async def measure(kind: str, *, rounds: int, root: Path) -> Measured:
 def measure_store(measured: Measured, *, rounds: int, root: Path) -> None:
     """Versions published one after the other, each released before the next."""
     store = VersionStore(memory_root=root / "store", durable_root=root / "durable")
-    weights = load_file(root / "v1" / "model.safetensors")
-    publisher = Publisher(
-        store, model_path=root / "v1", dtype="float32", report=lambda _: None, on_failure=lambda _: None
-    )
-    for version in map(VersionId, range(rounds + 1)):
-        begun = time.perf_counter()
-        publisher.publish(version, weights, chain=f"bench-{version}")
-        publisher.wait()
-        measured.wall.setdefault("store", []).append(time.perf_counter() - begun)
-        store.release(version)
-    publisher.close()
+    with one_rank("cpu"):
+        policy = Policy(root / "v1", mesh=make_mesh("cpu"), dtype=torch.float32)
+        publisher = make_publisher(policy, root / "v1", store)
+        for version in map(VersionId, range(rounds + 1)):
+            begun = time.perf_counter()
+            publisher.publish(version, chain=f"bench-{version}")
+            publisher.wait()
+            measured.wall.setdefault("store", []).append(time.perf_counter() - begun)
+            store.release(version)
+        publisher.close()
 
 
 def _copy(folder: Path, to: Path) -> None:

@@ -35,10 +35,10 @@ from dora.trainer.layouts import carries_state
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, make_mesh
 from dora.trainer.packing import Layout, make_row
-from dora.trainer.publish import gather
 from dora.trainer.thresholds import thresholds
 from tests.families import FAMILIES, SHAPE
 from tests.models import LARGEST_ERROR, LARGEST_GRADIENT_ERROR, LENGTHS, compare
+from tests.trainer.publishing import gather
 
 NUM_FAMILIES: Final = 10
 NUM_STATEFUL: Final = 3
@@ -113,7 +113,7 @@ def examine(name: str, config: Any, folder: Path) -> Iterator[Found]:
     check_again(policy, layout, dtype="bfloat16", longest=LONGEST, weights="the trained weights")
     for file in folder.glob("*.safetensors"):
         file.unlink()
-    save_file(gather(policy, dtype="float32", keep=True), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(gather(policy), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors.index.json").unlink(missing_ok=True)
     yield measure(name, "trained", policy, layout, folder)
 

@@ -30,8 +30,8 @@ from dora.trainer.forward_check import check_training
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, make_mesh
 from dora.trainer.packing import SHARE_ABOVE, Layout, make_row, prompts_of, split_passes
-from dora.trainer.publish import gather
 from tests.families import FAMILIES, make_model
+from tests.trainer.publishing import gather
 
 DOCUMENT: Final = Path(__file__).parents[1] / "docs" / "MODELS.md"
 #: Lengths of the sequences; some beyond the sliding window and the LongRoPE limit of the tiny configurations.
@@ -139,7 +139,7 @@ def relative_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> 
 def published(policy: Policy, folder: Path) -> str:
     """Compare what would be published, in names and bits, with the folder that was loaded."""
     loaded = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    written = gather(policy, dtype="float32", keep=True)
+    written = gather(policy)
     if differing := sorted(written.keys() ^ loaded.keys()):
         return f"{differing[0]} and {len(differing) - 1} other names differ"
     changed = sorted(name for name in loaded if not torch.equal(written[name], loaded[name].float()))

@@ -8,6 +8,7 @@ Legend: n answers, b rows, L padded length, P trained tokens, V vocabulary.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ from dora.trainer.publish import Publisher
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, MicroBatch, TrainerSettings
 from dora.transport.trainer_end import TrainerEnd
+from dora.weights.store import VersionStore
+from tests.trainer.publishing import Unpublished
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 32
@@ -110,23 +113,22 @@ class WatchedTrainer(Trainer):
     """Notes the norm of the last gradient, and how long its step took to close."""
 
     grad_norm = math.nan
-    gather_from = math.nan  # when the weights of the next version began to be gathered
-    gather_s = math.nan
-    update_s = math.nan  # of the close: without the gathering
+    publish_from = math.nan  # when the publication of the next version began
+    publish_s = math.nan  # how long the trainer stood for that
+    update_s = math.nan  # of the close: without the publication
 
     def _normalize_gradients(self, denominator: float) -> float:
         self.grad_norm = super()._normalize_gradients(denominator)
         return self.grad_norm
 
-    def _gather(self) -> dict[str, Tensor]:
+    def _publish(self) -> None:
         synchronize()
-        self.gather_from = time.perf_counter()
-        weights = super()._gather()
-        self.gather_s = time.perf_counter() - self.gather_from
-        return weights
+        self.publish_from = time.perf_counter()
+        super()._publish()
+        self.publish_s = time.perf_counter() - self.publish_from
 
     def _close_step(self, chain: str) -> None:
-        self.update_s = timed(partial(super()._close_step, chain)) - self.gather_s
+        self.update_s = timed(partial(super()._close_step, chain)) - self.publish_s
 
 
 def synchronize() -> None:
@@ -216,16 +218,31 @@ def make_trainer(
     order: Configure,
     *,
     layout: Layout | None = None,
-    publisher: Publisher | None = None,
     reports: Reports | None = None,
+    publishes: bool = False,
 ) -> WatchedTrainer:
     """A trainer as dora/trainer/main.py makes it, without a controller; with a layout, the model is not checked."""
     dtype, mode = order.settings.dtype, cast(Mode, order.settings.activation_checkpointing)
     mesh = make_mesh(order.settings.device)
     policy = Policy(Path(order.model_path), mesh=mesh, dtype=getattr(torch, dtype), activation_checkpointing=mode)
     layout = layout or check_training(policy, dtype=dtype).layout
-    end = cast(TrainerEnd, reports or Reports())
-    return WatchedTrainer(order, end=end, policy=policy, layout=layout, publisher=publisher)
+    reports = reports or Reports()
+    publisher = make_publisher(order, policy, reports) if publishes else cast(Publisher, Unpublished())
+    return WatchedTrainer(order, end=cast(TrainerEnd, reports), policy=policy, layout=layout, publisher=publisher)
+
+
+def make_publisher(order: Configure, policy: Policy, reports: Reports) -> Publisher:
+    """The publisher of a single rank."""
+    return Publisher(
+        VersionStore(memory_root=Path(order.memory_root), durable_root=Path(order.durable_root)),
+        policy=policy,
+        model_path=Path(order.model_path),
+        dtype=order.settings.publish_dtype,
+        words=HashStore(),
+        writers=1,
+        report=reports.send,
+        on_failure=lambda err: print(f"publication failed: {err!r}", file=sys.stderr),
+    )
 
 
 def micro_batches(answers: Answers, *, step: int, budget: int, updates: int = 1) -> list[MicroBatch]:

@@ -43,6 +43,7 @@ from dora.trainer.publish import Publisher
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, MicroBatch, StepDone
 from dora.transport.trainer_end import TrainerEnd
+from tests.trainer.publishing import Unpublished, gather
 
 Weights = dict[str, Tensor]
 
@@ -159,14 +160,15 @@ class Rollout:
         )
 
 
-class Versions:
+class Versions(Unpublished):
     """In place of the publisher: keeps the newest versions in memory."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, policy: Policy, count: int) -> None:
+        self._policy = policy
         self._kept: deque[tuple[int, Weights]] = deque(maxlen=count)
 
-    def publish(self, version: VersionId, weights: Weights, *, chain: str) -> None:
-        self._kept.append((version, weights))
+    def publish(self, version: VersionId, *, chain: str) -> None:
+        self._kept.append((version, gather(self._policy)))
 
     def __getitem__(self, version: int) -> Weights:
         return next(weights for kept, weights in self._kept if kept == version)
@@ -195,9 +197,9 @@ class Learner:
 
     def __init__(self, config: Config, *, model: Path, max_staleness: int) -> None:
         self._config = config
-        self.versions = Versions(max_staleness + 1)
         self._reports = _Reports()
         policy = Policy(model, mesh=make_mesh("cpu"), dtype=torch.float32)
+        self.versions = Versions(policy, max_staleness + 1)
         settings = trainer_settings(config, max_staleness=max_staleness)
         order = Configure(
             run_id="", model_path=str(model),

@@ -53,7 +53,7 @@ WAITING: Final = {
     "generation": "for answers, which keep the instances busy",
     "tail": "for the last answers: none is queued, and more than half of the slots are free",
     "grading": "for graders: the answers that they have would fill the step",
-    "publishing": "for the version that the last step made to be complete in the store",
+    "publishing": "for the version that the last step made: to be complete, or written before its weights change",
     "push": "for the newest version to reach an instance",
     "admission": "for a group to be admitted",
     "delivery": "for a micro-batch that is on its way: for the journal to be on the disk, and the network",

@@ -321,7 +321,7 @@ def _files_by_name(model_path: Path) -> dict[str, Path]:
 def load_shards(model: Any, folder: ModelFolder, plan: Plan, *, rank: int, world_size: int) -> None:
     """Fill this rank's rows (dim 0, in chunks of ceil(rows / world size)) and all persistent buffers."""
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    rows = {name: _own_rows(tensor, rank=rank, world_size=world_size) for name, tensor in tensors.items()}
+    rows = {name: own_rows(tensor, rank=rank, world_size=world_size) for name, tensor in tensors.items()}
     filled: dict[int, str] = {}
     for conversion in plan.conversions:
         for name, values in _read(model, folder, conversion, rows).items():
@@ -337,7 +337,7 @@ def load_shards(model: Any, folder: ModelFolder, plan: Plan, *, rank: int, world
                 )
 
 
-def _own_rows(tensor: Tensor, *, rank: int, world_size: int) -> range:
+def own_rows(tensor: Tensor, *, rank: int, world_size: int) -> range:
     """Return the rows of a parameter that this rank has; buffers are whole on every rank."""
     if not isinstance(tensor, DTensor):
         return range(tensor.shape[0] if tensor.dim() else 1)
@@ -354,7 +354,7 @@ def _read(model: Any, folder: ModelFolder, conversion: Conversion, rows: Mapping
     if conversion.converter is None:
         [name] = conversion.sources
         return {target: folder.read(name, mine.start, mine.stop)}
-    if _stacks_rows(conversion.converter):
+    if stacks_rows(conversion.converter):
         tensors = {name: folder.read(name) for name in conversion.sources if _expert(name) in mine}
         return _convert(conversion.converter, target, conversion.sources, tensors, model)
     tensors = {name: folder.read(name) for name in conversion.sources}
@@ -362,7 +362,7 @@ def _read(model: Any, folder: ModelFolder, conversion: Conversion, rows: Mapping
     return {name: tensor[rows[name].start : rows[name].stop] for name, tensor in converted.items()}
 
 
-def _stacks_rows(converter: WeightConverter) -> bool:
+def stacks_rows(converter: WeightConverter) -> bool:
     """Return whether every source becomes one row of a single target, so that rows can be chosen before converting."""
     first, *others = converter.operations
     return (

@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from dora.errors import ConfigError, DoraError, ProtocolError
 from dora.trainer.attention_gpu import describe
@@ -78,13 +79,12 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
     require_device(settings.device, index=local_rank)
     if settings.device == "cuda":
         torch.cuda.set_device(local_rank)
-    _join("nccl" if settings.device == "cuda" else "gloo")
+    words = _join("nccl" if settings.device == "cuda" else "gloo")
     mesh = make_mesh(settings.device)
     if settings.device != "cuda":
         _stop_listening()
     if dist.get_rank() == 0:
         print(describe(settings.device), flush=True)  # noqa: T201
-    publisher = _publisher(order, end) if dist.get_rank() == 0 else None
     device = torch.device("cuda", local_rank) if settings.device == "cuda" else torch.device("cpu")
     with memory_errors(device, during="while the model was loaded", change="use a smaller model"):
         mode, chosen = _checkpointing(order, device)
@@ -101,6 +101,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
             shared_prompts=settings.shared_prompts,
             longest=settings.longest_request,
         )
+        publisher = _publisher(order, end, policy, words)
         trainer = Trainer(order, end=end, policy=policy, layout=checked.layout, publisher=publisher, clock=clock)
         trainer.start(note="; ".join(note for note in (checked.note, chosen) if note))
     clock.switch("waiting")
@@ -115,8 +116,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
                 trainer.drop_checkpoint(message.name)
             case Configure():
                 raise ProtocolError("a second Configure")
-    if publisher is not None:
-        publisher.close()
+    publisher.close()
     dist.destroy_process_group()
 
 
@@ -149,18 +149,20 @@ def _checkpointing(order: Configure, device: torch.device) -> tuple[Mode, str]:
     return mode, f"trainer.activation_checkpointing: {mode}, chosen to save memory" if mode != "none" else ""
 
 
-def _join(backend: str) -> None:
-    """Join the process group that torchrun's environment describes. Ranks of one host use the file DORA_STORE as their
-    store, because a TCPStore accepts commands from anyone who can reach its port. Ranks of several hosts use torchrun's
-    TCPStore on the first host."""
+def _join(backend: str) -> Store:
+    """Join the process group that torchrun's environment describes; return a store for words between the ranks. Ranks
+    of one host use the file DORA_STORE as their store, because a TCPStore accepts commands from anyone who can reach
+    its port. Ranks of several hosts use torchrun's TCPStore on the first host."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     file = os.environ.get("DORA_STORE")
     if file is None or int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size:
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-        return
-    store = FileStore(file, world_size)
+        store, _, _ = next(rendezvous("env://"))
+    else:
+        store = FileStore(file, world_size)
     store.set_timeout(COLLECTIVE_TIMEOUT)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+    group = PrefixStore("group", store)
+    dist.init_process_group(backend, store=group, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+    return PrefixStore("versions", store.clone())  # a connection of its own: one that waits holds a lock
 
 
 def _stop_listening() -> None:
@@ -172,21 +174,26 @@ def _stop_listening() -> None:
                 os.dup2(inert.fileno(), connection.fd, inheritable=False)
 
 
-def _publisher(order: Configure, end: TrainerEnd) -> Publisher:
+def _publisher(order: Configure, end: TrainerEnd, policy: Policy, words: Store) -> Publisher:
     def fail(err: BaseException) -> None:
         """Exit from this thread, because the main thread may be waiting for a message."""
-        _report_failure(end, 0, err)
+        _report_failure(end, dist.get_rank(), err)
         end.close()
         os._exit(1)
 
+    if dist.get_rank() == 0:
+        words.set("writers", os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
     return Publisher(
         VersionStore(
             memory_root=Path(order.memory_root),
             durable_root=Path(order.durable_root),
             fence=partial(pass_fence, Path(order.fence), epoch=order.epoch),
         ),
+        policy=policy,
         model_path=Path(order.model_path),
         dtype=order.settings.publish_dtype,
+        words=words,
+        writers=int(words.get("writers")),  # only the ranks of rank 0's host can write into its folders
         report=end.send,
         on_failure=fail,
     )

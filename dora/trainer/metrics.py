@@ -59,7 +59,8 @@ WHOLE: dict[str, tuple[str, str]] = {
     "useful_frac": ("fraction", "share of computed positions whose token is trained, not a prompt or padding"),
     "padding_frac": ("fraction", "share of computed positions that hold no token; 0 if sequences are packed"),
     "busy_s": ("s", "time spent on micro-batches, mean over ranks; without waiting for them"),
-    "close_s": ("s", "from the end of the last micro-batch to the gathered weights of the next version, rank 0"),
+    "close_s": ("s", "from the end of the last micro-batch until the next version can be published, rank 0"),
+    "write_wait_s": ("s", "waited before updates until the weights that they change were written, rank 0"),
 }
 #: Metrics of the probe (dora/trainer/probe.py), in steps with tokens to measure. v: the version that sampled a token.
 PROBED: dict[str, tuple[str, str]] = {

@@ -38,6 +38,7 @@ from dora.errors import ConfigError
 from dora.model_config import load_config, text_config
 from dora.trainer import attention, checkpointing
 from dora.trainer.loading import ModelFolder, Plan, load_shards, open_folder, plan, together
+from dora.weights.file_plan import TensorSpec
 
 GATHERED_BYTES = 2 * 2**30  # float32 weights + gradients of the whole model on every rank
 #: Kinds of models that are or contain an encoder. In 16 bits, the check of the forward pass cannot tell them from
@@ -97,6 +98,10 @@ class ShardedModel:
             keeps = rank == 0 and not frozen
             #: What rank 0 publishes as it was read, by name; a copy, since a folder may change
             self.untrained = {name: folder.read(name).clone() for name in self.plan.untrained if keeps}
+            #: Their shapes and stored types, on all ranks.
+            self.untrained_specs = {
+                name: TensorSpec(name, folder.dtype(name), folder.shape(name)) for name in self.plan.untrained
+            }
             self.dequantised = folder.scales.keys()
         for module in self._sharded_modules():  # lazy initialization allocates the shards; see shards()
             module.unshard()

@@ -1,65 +1,112 @@
-"""Publication of versions: each is written as a complete Hugging Face folder into the version store.
+"""Publication of versions: the ranks together write each as a complete Hugging Face folder into the version store.
 
-Invariant: a version number is published once. If the store already has it (a step replayed after a resume), the
-new bytes are only compared with the stored ones. On a full disk, publication waits for space.
+Weights change only at an optimizer update. So a thread of each rank writes that rank's parts of a version while the
+next passes run, and only the next update waits for it (`until_written`). Rank 0 stages the folder, with room for every
+file, so that a full disk is found before anything is written. Each rank writes its parts at their planned offsets and,
+once all have, computes the checksums of some files. Then rank 0 seals the folder. The threads tell each other by words
+in a store of torch.distributed, because only the main thread may run collectives.
 
-A thread writes one version while the next step is trained; `publish` waits for the previous version, so that at most
-one is being written.
+Invariant: a version number is published once. If the store already has it (a step replayed after a resume), the new
+bytes are only compared with the stored ones. A folder is sealed after all ranks have written and closed its files. On a
+full disk, publication waits for space.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Final, TypeVar
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from dora.core.ids import VersionId
-from dora.trainer.full_disk import save_tensors, wait_for_space
-from dora.trainer.loading import as_published
+from dora.trainer.full_disk import wait_for_space
 from dora.trainer.model import Policy
+from dora.trainer.parts import Parts, Piece
 from dora.transport.messages import VersionWritten
-from dora.weights.store import MANIFEST, VersionStore, checksum_of, checksum_of_files, clear_errors
+from dora.weights.file_plan import INDEX, FilePlan, plan_files
+from dora.weights.store import MANIFEST, StoreError, VersionStore, checksum_of, checksum_of_files, clear_errors
 
-PUBLISH_TIMEOUT_S = 900.0  # for one version, in case the file system hangs; longer than FULL_TIMEOUT_S
+_T = TypeVar("_T")
+#: For one version, in case the file system hangs.
+PUBLISH_TIMEOUT_S: Final = 900.0
+#: Of one rank for another, which may wait for space (FULL_TIMEOUT_S) and then write its part.
+PEER_TIMEOUT_S: Final = 800.0
+#: Of one attempt to read or write a word.
+LOOK_S: Final = 2.0
+#: What a rank has done when it says a word.
+_DONE: Final = {"folder": "made the folder of", "written": "written its part of", "checksums": "read its files of"}
 
 
 class Publisher:
-    """Writes versions in the background and reports each one when it is complete."""
+    """Writes this rank's part of each version in the background; on rank 0, reports each one when it is complete."""
 
     def __init__(
         self,
         store: VersionStore,
         *,
+        policy: Policy,
         model_path: Path,
         dtype: str,
+        words: Store,
+        writers: int,
         report: Callable[[VersionWritten], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """`on_failure` is called in the writing thread, because the main thread may be waiting for a message."""
+        """`words`: of the threads of this incarnation of the ranks, and of nothing else. `writers`: number of ranks,
+        from rank 0 on, that share the folders of `store`. `on_failure` is called in the writing thread, because the
+        main thread may be waiting for a message.
+        """
         self._store = store
         self._model_path = model_path
         self._dtype = dtype
+        self._words = words
+        self._words.set_timeout(timedelta(seconds=LOOK_S))
+        self._rank = dist.get_rank()
+        self._writers = writers
         self._report = report
         self._on_failure = on_failure
+        self._parts = Parts(policy, dtype=dtype, writers=writers)
+        self._plan = plan_files(self._parts.specs)
+        self._stream = torch.cuda.Stream(policy.device) if policy.device.type == "cuda" else None
+        self._count = 0  # of versions; the same on all ranks
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="publisher")
-        self._under_way: Future[None] | None = None
+        self._written: Future[Path] | None = None
+        self._sealed: Future[None] | None = None
 
-    def publish(self, version: VersionId, weights: dict[str, Tensor], *, chain: str) -> None:
-        """Start writing; raise the error of the previous version if that failed. `chain`: lineage of the weights."""
+    def publish(self, version: VersionId, *, chain: str) -> None:
+        """Start writing the weights as they are now; raise the error of the previous version if that failed. A
+        collective. `chain`: lineage of the weights."""
         self.wait()
-        self._under_way = self._pool.submit(self._write, version, weights, chain)
-        self._under_way.add_done_callback(self._on_done)
+        gathered = self._parts.gather()
+        self._count += 1
+        if self._rank >= self._writers:
+            return
+        ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
+        self._written = self._pool.submit(self._write, version, gathered, ready)
+        self._sealed = self._pool.submit(self._seal, version, chain, self._written)
+        self._sealed.add_done_callback(self._on_done)
+
+    def until_written(self) -> None:
+        """Wait until the weights may change: until this rank's part of the version under way is written."""
+        if self._written is not None:
+            self._written.result(PUBLISH_TIMEOUT_S)
 
     def wait(self) -> None:
-        """Wait until the version under way is published."""
-        if self._under_way is not None:
-            self._under_way.result(PUBLISH_TIMEOUT_S)
+        """Wait until the version under way is published; on ranks other than 0, until their work on it is done."""
+        if self._sealed is not None:
+            self._sealed.result(PUBLISH_TIMEOUT_S)
 
     def close(self) -> None:
         """Wait for the version under way and end the thread."""
@@ -70,50 +117,114 @@ class Publisher:
         if (err := job.exception()) is not None:
             self._on_failure(err)
 
-    def _write(self, version: VersionId, weights: dict[str, Tensor], chain: str) -> None:
-        """Write to the first root with enough space; wait for space if none has."""
-        attempts = [partial(self._write_in, root, version, weights, chain) for root in self._store.roots]
-        self._report(wait_for_space(*attempts))
+    # ---- in the thread ----------------------------------------------------------------------------------------------
 
-    def _write_in(self, root: Path, version: VersionId, weights: dict[str, Tensor], chain: str) -> VersionWritten:
-        replayed = version in {*self._store.live(), *self._store.durable()}
+    def _write(self, version: VersionId, gathered: Sequence[Piece], ready: torch.cuda.Event | None) -> Path:
+        """Write this rank's parts; return the staged folder."""
+        if self._rank == 0:
+            folder = wait_for_space(*(partial(self._stage, version, root) for root in self._store.roots))
+            self._say("folder", str(folder))
+        else:
+            folder = Path(self._hear("folder", rank=0))
+        with self._beside_training(ready):
+            for piece in itertools.chain(gathered, self._parts.pieces()):
+                wait_for_space(partial(write_piece, folder, self._plan, piece))
+        return folder
+
+    def _stage(self, version: VersionId, root: Path) -> Path:
+        """Make a folder in a root, with all but the weights, and with room for them."""
         staged = self._store.stage(version, root=root)
         with clear_errors(f"cannot write version {version} to {root}", remove=staged):
-            save_tensors(weights, staged / "model.safetensors")
+            make_files(staged, self._plan)
             copy_model_files(self._model_path, staged, dtype=self._dtype)
-        made = {path.name: checksum_of(path) for path in sorted(staged.iterdir())} if replayed else {}
-        manifest = self._store.seal(version, staged, chain=chain)
-        differs = checksum_of_files(made) if replayed and made != manifest.files else ""
+        return staged
+
+    def _seal(self, version: VersionId, chain: str, written: Future[Path]) -> None:
+        """Compute this rank's share of the checksums; on rank 0, seal the version and report it."""
+        folder = written.result()
+        self._say("written")
+        for rank in range(self._writers):
+            self._hear("written", rank=rank)
+        mine = self._plan.files[self._rank :: self._writers]
+        with clear_errors(f"cannot read version {version} in {folder}"):
+            self._say("checksums", json.dumps({file.name: checksum_of(folder / file.name) for file in mine}))
+        if self._rank == 0:
+            self._report(self._complete(version, folder, chain))
+
+    def _complete(self, version: VersionId, folder: Path, chain: str) -> VersionWritten:
+        checksums: dict[str, str] = {}
+        for rank in range(self._writers):
+            checksums |= json.loads(self._hear("checksums", rank=rank))
+        for rank, what in itertools.product(range(self._writers), ("folder", "written", "checksums")):
+            self._words.delete_key(self._key(what, rank))  # all ranks have heard them
+        replayed = version in {*self._store.live(), *self._store.durable()}
+        made = {path.name: checksums.get(path.name) or checksum_of(path) for path in sorted(folder.iterdir())}
+        manifest = self._store.seal(version, folder, chain=chain, checksums=checksums)
         return VersionWritten(
             version=version,
             num_bytes=manifest.num_bytes,
             files=dict(manifest.files),
             chain=chain,
-            differs=differs,
+            differs=checksum_of_files(made) if replayed and made != manifest.files else "",
         )
 
+    @contextmanager
+    def _beside_training(self, ready: torch.cuda.Event | None) -> Iterator[None]:
+        """On a GPU: copy in a stream of its own, after `ready`, so that passes do not wait for copies."""
+        if self._stream is None or ready is None:
+            yield
+            return
+        self._stream.wait_event(ready)
+        with torch.cuda.stream(self._stream):
+            yield
 
-def gather(policy: Policy, *, dtype: str, keep: bool) -> dict[str, Tensor]:
-    """Return all tensors of the folder in host memory, with the names and layout of the folder; empty unless `keep`. A
-    collective, one conversion (at most the experts of one layer) at a time.
+    def _key(self, what: str, rank: int) -> str:
+        return f"{self._count}/{what}/{rank}"
 
-    Trained tensors get `dtype`, except those that a 16-bit or FP8 folder keeps in float32. Other tensors are unchanged,
-    except that those stored in FP8 get `dtype`.
-    """
-    kept, untrained = {}, set(policy.plan.untrained)
-    for name, tensor in policy.untrained.items():  # rank 0 has them
-        kept[name] = tensor.to(getattr(torch, dtype)) if name in policy.dequantised else tensor
-    for conversion in policy.plan.conversions:
-        if conversion.sources.keys() <= untrained:
-            continue
-        tensors = {target: policy.full_tensor(target) for target in conversion.targets}
-        if not keep:
-            continue
-        for name, tensor in as_published(policy.model, conversion, tensors).items():
-            to = torch.float32 if name in policy.plan.float32 else getattr(torch, dtype)
-            converted = tensor.to(to) if tensor.is_floating_point() else tensor
-            kept[name] = converted.to("cpu", copy=True).contiguous()
-    return kept
+    def _say(self, what: str, value: str = "") -> None:
+        self._insist(lambda: self._words.set(self._key(what, self._rank), value), what, rank=self._rank)
+
+    def _hear(self, what: str, *, rank: int) -> str:
+        return self._insist(lambda: self._words.get(self._key(what, rank)), what, rank=rank).decode()
+
+    def _insist(self, attempt: Callable[[], _T], what: str, *, rank: int) -> _T:
+        """Return the result of the first attempt within PEER_TIMEOUT_S that is not too slow."""
+        deadline = time.monotonic() + PEER_TIMEOUT_S
+        while True:
+            try:
+                return attempt()
+            except RuntimeError as err:  # of torch's stores
+                self._store.fence()  # the run may be over, or its folder gone, and the file of words with it
+                if isinstance(err, dist.DistNetworkError) or time.monotonic() > deadline:
+                    late = f"rank {rank} has not {_DONE[what]} a version in {PEER_TIMEOUT_S:g} s"
+                    raise StoreError(f"{late}; does it hang, or its disk?") from err
+
+
+def make_files(folder: Path, plan: FilePlan) -> None:
+    """Make the files of a plan in a folder: their headers, and room for the tensors."""
+    for file in plan.files:
+        with (folder / file.name).open("wb") as opened:
+            opened.write(file.header)
+            opened.flush()
+            os.posix_fallocate(opened.fileno(), 0, file.num_bytes)
+    if len(plan.files) > 1:
+        (folder / INDEX).write_bytes(plan.index())
+
+
+def write_piece(folder: Path, plan: FilePlan, piece: Piece) -> None:
+    """Write rows of a tensor to their place; StoreError if that fails."""
+    place = plan.places[piece.name]
+    data = piece.rows.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    path = folder / place.file
+    with clear_errors(f"cannot write {path}"):
+        file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            at = place.offset + piece.row * place.row_bytes
+            while data:
+                written = os.pwrite(file, data, at)
+                data, at = data[written:], at + written
+        finally:
+            os.close(file)
 
 
 def copy_model_files(source: Path, target: Path, *, dtype: str) -> None:

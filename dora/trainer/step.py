@@ -5,6 +5,10 @@ their update closes, by the objective's divisor over all ranks. So the result do
 into micro-batches, or on which rank gets which. A step has M updates. In the first one, the proximal policy π_o is the
 current policy without gradient, sg(π); in the others, π_o is a copy of the weights before the step.
 
+The probe, which loads other weights for a pass, runs after the last update of a step and before its version is
+published. So the weights of a version stay in the shards until the first update of the next step, which waits until
+they are written.
+
 Invariant: step s is trained under version s and publishes s + 1, exactly once; every rank gets the same number of
 micro-batches, in order; a checkpoint may be written at any time and contains the state before the current step.
 """
@@ -39,7 +43,7 @@ from dora.trainer.model import Policy
 from dora.trainer.optimizer import ShardOptimizer
 from dora.trainer.packing import Layout, prompts_of, split_passes
 from dora.trainer.probe import make_probe
-from dora.trainer.publish import Publisher, gather
+from dora.trainer.publish import Publisher
 from dora.trainer.schedule import learning_rate
 from dora.trainer.spans import RankClock
 from dora.transport.messages import (
@@ -80,10 +84,10 @@ class Trainer:
         end: TrainerEnd,
         policy: Policy,
         layout: Layout,
-        publisher: Publisher | None,
+        publisher: Publisher,
         clock: RankClock | None = None,
     ) -> None:
-        """`publisher`: on rank 0 only. `clock`: the clock of this process; None: a clock that begins now."""
+        """`clock`: the clock of this process; None: a clock that begins now."""
         self._settings = order.settings
         self._objective = Objective(
             ObjectiveConfig.model_validate_json(order.settings.objective), longest=order.settings.max_new_tokens
@@ -119,9 +123,7 @@ class Trainer:
 
     def start(self, *, note: str = "") -> None:
         """Publish the version of the current step (no effect if the store has it), then report READY."""
-        weights = self._gather()
-        if self._publisher is not None:
-            self._publisher.publish(VersionId(self._step), weights, chain=self._chain)
+        self._publish()
         self._end.send(self._clock.take())
         self._end.send(RankReady(rank=self._rank, next_step=self._step, skipped=self._skipped, note=note))
 
@@ -268,6 +270,7 @@ class Trainer:
         self._clock.switch("optimizer")
         divisor, rate = self._objective.divisor(sums), self._learning_rate() * self._objective.rate_factor(sums)
         grad_norm = self._normalize_gradients(divisor)
+        self._await_writers()
         update = Update(divisor, grad_norm, divisor == 0 or not math.isfinite(grad_norm), rate)
         if not update.skipped:
             self._optimizer.update(self._policy.gradients(), learning_rate=update.learning_rate)
@@ -281,26 +284,24 @@ class Trainer:
             self._clock.switch("forward_backward")
             self._check_again(f"the weights after step {self._step + 1}, which are neither published nor saved")
         sums, updates = self._sums.reduce(), self._updates
-        self._clock.switch("copying")
-        weights = self._gather()
-        self._clock.switch("forward_backward")
         probed = self._probe.close() if self._probe is not None else {}
         trained, self._step, self._chain = self._step, StepId(self._step + 1), chain
+        write_wait_s = self._write_wait_s
         self._clock.switch("copying")
         self._begin_step()
         self._end.send(self._clock.take())
-        if self._publisher is not None:
+        if self._rank == 0:
             metrics = sums.metrics(
                 denominator=sum(update.divisor for update in updates),
                 grad_norm=mean(update.grad_norm for update in updates),
                 learning_rate=mean(update.learning_rate for update in updates),
                 updates_skipped=float(sum(update.skipped for update in updates)),
                 close_s=time.perf_counter() - started,
+                write_wait_s=write_wait_s,
             )
             metrics |= probed
             self._end.send(StepDone(rank=self._rank, step=trained, metrics=metrics, chain=chain))
-            self._clock.switch("publishing")
-            self._publisher.publish(VersionId(self._step), weights, chain=chain)
+        self._publish()
         if self._step % self._settings.checkpoint_every == 0 or self._step == self._settings.steps:
             self.save_checkpoint()
 
@@ -331,6 +332,7 @@ class Trainer:
     def _begin_step(self) -> None:
         self._copies.begin_step(VersionId(self._step))
         self._next_index = 0
+        self._write_wait_s = 0.0
         self._updates: list[Update] = []
         self._before: dict[str, Tensor] | None = None  # the state before the step; None until its first update
         self._sums = StepSums(max_staleness=self._settings.max_staleness, device=self._policy.device)
@@ -388,8 +390,19 @@ class Trainer:
         longest = settings.longest_request
         check_again(self._policy, self._layout, dtype=settings.dtype, longest=longest, weights=weights)
 
-    def _gather(self) -> dict[str, Tensor]:
-        return gather(self._policy, dtype=self._settings.publish_dtype, keep=self._publisher is not None)
+    def _publish(self) -> None:
+        """Begin to publish the weights, as the version of the current step; a collective."""
+        with self._clock.during("publishing"):
+            self._publisher.wait()
+        with self._clock.during("copying"):
+            self._publisher.publish(VersionId(self._step), chain=self._chain)
+
+    def _await_writers(self) -> None:
+        """Wait until the weights, which are about to change, are written."""
+        started = time.perf_counter()
+        with self._clock.during("publishing"):
+            self._publisher.until_written()
+        self._write_wait_s += time.perf_counter() - started
 
     def _state(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint: weights, moments and the update count, by name; not copies."""

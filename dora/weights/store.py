@@ -5,8 +5,8 @@ made it visible) and never changes; a folder that is being written or deleted ha
 published version keeps its bytes: sealing it again returns the first manifest. Versions are published in the live root
 or, while that is full, in the durable one.
 
-The trainer's rank 0 stages and seals; the controller copies, releases and pushes; `dora export` reads. The core decides
-which versions are needed (`ReleaseVersion`). All calls block, so an event loop runs them in a thread.
+The ranks fill a staged folder, and rank 0 seals it; the controller copies, releases and pushes; `dora export` reads.
+The core decides which versions are needed (`ReleaseVersion`). All calls block, so an event loop runs them in a thread.
 """
 
 from __future__ import annotations
@@ -124,19 +124,27 @@ class VersionStore:
         told = " and ".join(map(str, self.roots))
         raise StoreFull(f"{what}: it has {manifest.num_bytes:,} bytes, for which {told} has no space; free some")
 
-    def seal(self, version: VersionId, staged: Path, *, chain: str = "", verified: Manifest | None = None) -> Manifest:
+    def seal(
+        self,
+        version: VersionId,
+        staged: Path,
+        *,
+        chain: str = "",
+        checksums: Mapping[str, str] | None = None,
+        verified: Manifest | None = None,
+    ) -> Manifest:
         """Make a staged folder visible as `version`, in the root in which it was staged.
 
         If `version` was published before, delete `staged` and keep the old folder. Return the manifest of the folder
         that is kept; a caller that replays steps compares it with its own. On any error `staged` is deleted.
 
-        `verified`: what the files have to be; the caller has computed their checksums as it wrote them, so that only
-        names and sizes are compared.
+        `checksums`: those that the caller has computed. `verified`: what the files have to be; the caller has computed
+        their checksums as it wrote them, so that only names and sizes are compared.
         """
         if (existing := self._find(version)) is not None:
             shutil.rmtree(staged, ignore_errors=True)
             return existing[1]
-        known = verified.files if verified is not None else {}
+        known = (verified.files if verified is not None else checksums) or {}
         with clear_errors(f"cannot seal version {version} in {staged.parent}", remove=staged):
             names = sorted(path.relative_to(staged).as_posix() for path in staged.rglob("*") if path.is_file())
             for name in names:

@@ -34,6 +34,7 @@ from dora.trainer.packing import Layout
 from dora.trainer.step import Trainer
 from dora.transport.messages import NO_TURNS, TRUNCATIONS, Configure, MicroBatch, StepDone, TrainerSettings
 from tests.trainer.plain_trainer import Answer, PlainTrainer, Row, Training
+from tests.trainer.publishing import KeptVersions
 
 VOCAB: Final = 23
 STEPS: Final = 3
@@ -233,7 +234,6 @@ class Rank:
         policy_module.GATHERED_BYTES = 2**31 if case.gathered else 0
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.sent: list[Any] = []
-        self.weights: list[dict[str, Tensor]] = []
         settings = TrainerSettings(
             device="cpu", dtype="float32", publish_dtype="float32", fp32_head=False, activation_checkpointing="none",
             optimizer_state="device", optimizer="adamw", compile=False, threads=1, longest_request=64,
@@ -245,20 +245,15 @@ class Rank:
             run_id="", model_path=str(folder / case.model), settings=settings, memory_root="", durable_root="",
             checkpoints="", resume_from=(), may_start_over=False, chain="", epoch=0, fence="",
         )  # fmt: skip
+        policy = Policy(folder / case.model, mesh=make_mesh("cpu"), dtype=torch.float64)
+        self.versions = KeptVersions(policy)
         self.trainer = _WithoutCheckpoints(
-            order,
-            end=self,  # type: ignore[arg-type]
-            policy=Policy(folder / case.model, mesh=make_mesh("cpu"), dtype=torch.float64),
-            layout=LAYOUTS[case.layout],
-            publisher=self if self.rank == 0 else None,  # type: ignore[arg-type]
-        )
+            order, end=self, policy=policy, layout=LAYOUTS[case.layout], publisher=self.versions,  # type: ignore[arg-type]
+        )  # fmt: skip
         self.trainer.start()
 
     def send(self, message: Any) -> None:
         self.sent.append(message)
-
-    def publish(self, version: int, weights: dict[str, Tensor], *, chain: str) -> None:
-        self.weights.append({name: tensor.clone() for name, tensor in weights.items()})
 
     def step(self, rng: random.Random, step: int, updates: list[list[Answer]]) -> dict[str, float]:
         """Train a step in waves that are cut at random."""
@@ -337,7 +332,7 @@ def play(case: Case, folder: Path) -> tuple[float, list[str]]:
         expected, named = plain.step(step, updates)
         if rank.rank:
             continue
-        found = rank.weights[-1]
+        found = rank.versions.weights[-1]
         off = distance(found, expected) / (distance(plain.start, expected) or 1.0)
         worst = max(worst, off)
         if not off < TOLERANCE:
@@ -352,7 +347,7 @@ def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 
 
 #: Of time and layout, which the plain trainer does not have.
-ITS_OWN: Final = {"busy_s", "close_s", "useful_frac", "padding_frac"}
+ITS_OWN: Final = {"busy_s", "close_s", "write_wait_s", "useful_frac", "padding_frac"}
 
 
 def differences(found: dict[str, float], expected: dict[str, float]) -> Iterator[str]:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
+from dora.core.ids import VersionId
 from dora.trainer.model import Policy, make_mesh
-from dora.trainer.publish import copy_model_files, gather
+from dora.trainer.parts import Parts
+from dora.trainer.publish import Publisher, copy_model_files, make_files, write_piece
+from dora.transport.messages import VersionWritten
+from dora.weights.file_plan import MAX_FILE_BYTES, plan_files
+from dora.weights.store import VersionStore
 
 
 def write(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -21,11 +28,83 @@ def load_policy(folder: Path) -> Policy:
     return Policy(folder, mesh=make_mesh("cpu"), dtype=torch.float32)
 
 
-def publish(policy: Policy, source: Path, target: Path, *, dtype: str) -> dict[str, Tensor]:
-    """Write what the trainer would publish, on rank 0."""
-    tensors = gather(policy, dtype=dtype, keep=dist.get_rank() == 0)
+def write_version(
+    policy: Policy,
+    source: Path,
+    target: Path,
+    *,
+    dtype: str,
+    writers: int | None = None,
+    max_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write what the trainer would publish into a folder, together with the other ranks."""
+    parts = Parts(policy, dtype=dtype, writers=writers or dist.get_world_size())
+    plan = plan_files(parts.specs, max_bytes=max_bytes)
     if dist.get_rank() == 0:
-        target.mkdir()
-        write(target, tensors)
+        target.mkdir(exist_ok=True)
+        make_files(target, plan)
         copy_model_files(source, target, dtype=dtype)
-    return tensors
+    dist.barrier()
+    for piece in (*parts.gather(), *parts.pieces()):
+        write_piece(target, plan, piece)
+    dist.barrier()
+
+
+def gather(policy: Policy, *, dtype: str = "float32") -> dict[str, Tensor]:
+    """Return all tensors of a version, on rank 0; a collective."""
+    parts = Parts(policy, dtype=dtype, writers=1)
+    shapes = {spec.name: spec.shape for spec in parts.specs}
+    found: dict[str, Tensor] = {}
+    for piece in (*parts.gather(), *parts.pieces()):
+        whole = found.setdefault(piece.name, torch.empty(shapes[piece.name], dtype=piece.rows.dtype))
+        (whole[piece.row : piece.row + len(piece.rows)] if whole.dim() else whole).copy_(piece.rows)
+    return found
+
+
+class Unpublished:
+    """In place of a publisher: nothing is published."""
+
+    def publish(self, version: VersionId, *, chain: str) -> None:
+        """Do nothing."""
+
+    def until_written(self) -> None:
+        """Do nothing."""
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+
+class KeptVersions(Unpublished):
+    """In place of a publisher: keeps the weights of each version in memory, on rank 0."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.weights: list[dict[str, Tensor]] = []
+
+    def publish(self, version: VersionId, *, chain: str) -> None:
+        self.weights.append({name: tensor.clone() for name, tensor in gather(self._policy).items()})
+
+
+def published(policy: Policy, source: Path, target: Path, *, dtype: str = "float32") -> dict[str, Tensor]:
+    """Write what the trainer would publish into a folder; return its tensors."""
+    write_version(policy, source, target, dtype=dtype)
+    return tensors_in(target)
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def make_publisher(
+    policy: Policy,
+    source: Path,
+    store: VersionStore,
+    *,
+    report: Callable[[VersionWritten], None] = lambda _: None,
+    on_failure: Callable[[BaseException], None] = lambda _: None,
+) -> Publisher:
+    """The publisher of a single rank."""
+    return Publisher(
+        store, policy=policy, model_path=source, dtype="float32", words=HashStore(), writers=1, report=report,
+        on_failure=on_failure,
+    )  # fmt: skip

@@ -26,6 +26,7 @@ from dora.trainer.packing import Layout
 from dora.trainer.step import Trainer
 from dora.weights.checkpoints import checkpoints_in
 from dora.weights.fence import StaleEpoch, pass_fence, raise_fence
+from tests.trainer.publishing import Unpublished
 
 CPU = torch.device("cpu")
 
@@ -192,7 +193,7 @@ def test_the_size_of_a_checkpoint_is_forecast(tmp_path, settings):
     paths = RankPaths.here(RunFolder(tmp_path), model=seed_path(), memory_root=tmp_path / "memory")
     order = configure_message(config, paths, run_id="test", may_start_over=True, chain=CHAIN, epoch=0, max_staleness=1)
     policy = Policy(seed_path(), mesh=make_mesh("cpu"), dtype=torch.float32)
-    trainer = Trainer(order, end=(end := End()), policy=policy, layout=Layout(), publisher=None)
+    trainer = Trainer(order, end=(end := End()), policy=policy, layout=Layout(), publisher=Unpublished())
     trainer.save_checkpoint()
     outline = outline_of(config, seed_path(), None)[1]
     assert end.sent[-1].num_bytes == pytest.approx(checkpoint_bytes(config, outline), rel=0.03)

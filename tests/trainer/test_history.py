@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-import torch
 import torch.distributed as dist
 
 from dora.app.settings import RankPaths, configure_message
@@ -12,12 +11,11 @@ from dora.config.load import load
 from dora.errors import ProtocolError
 from dora.journal.run_folder import RunFolder
 from dora.seed.policy import path as seed_path
-from dora.trainer.model import Policy, make_mesh
 from dora.trainer.packing import Layout
-from dora.trainer.publish import Publisher
 from dora.trainer.step import Trainer
 from dora.transport.messages import MicroBatchDone, RankSpans, empty_micro_batch
 from dora.weights.store import VersionStore, checksum_of_files
+from tests.trainer.publishing import load_policy, make_publisher
 
 CHAIN = "0a1b2c3d4e5f"
 
@@ -51,8 +49,10 @@ def test_a_wave_of_another_history_is_not_trained(tmp_path):
         max_staleness=1,
     )
     end = End()
-    policy = Policy(seed_path(), mesh=make_mesh("cpu"), dtype=torch.float32)
-    trainer = Trainer(order, end=end, policy=policy, layout=Layout(), publisher=None)
+    policy = load_policy(seed_path())
+    store = VersionStore(memory_root=tmp_path / "memory", durable_root=tmp_path / "durable")
+    publisher = make_publisher(policy, seed_path(), store)
+    trainer = Trainer(order, end=end, policy=policy, layout=Layout(), publisher=publisher)
     batch = empty_micro_batch(step=0, index=0, last=False, group_size=2)
     with pytest.raises(ProtocolError, match="micro-batch 0/0 belongs to another history: it follows another"):
         trainer.train(msgspec.structs.replace(batch, parent="another"))
@@ -61,14 +61,16 @@ def test_a_wave_of_another_history_is_not_trained(tmp_path):
     assert [type(message) for message in end.sent] == [RankSpans, MicroBatchDone]
 
 
+@pytest.mark.usefixtures("_single_rank")
 def test_a_version_recomputed_with_other_bytes_keeps_the_first_and_reports_the_difference(tmp_path):
     store = VersionStore(memory_root=tmp_path / "memory", durable_root=tmp_path / "durable")
     said, failures = [], []
-    publisher = Publisher(
-        store, model_path=seed_path(), dtype="float32", report=said.append, on_failure=failures.append
-    )
-    for value in (1.0, 1.0, 2.0):
-        publisher.publish(4, {"w": torch.full((3,), value)}, chain=CHAIN)
+    policy = load_policy(seed_path())
+    publisher = make_publisher(policy, seed_path(), store, report=said.append, on_failure=failures.append)
+    for change in (0.0, 0.0, 1.0):
+        publisher.until_written()
+        next(iter(policy.shards().values())).add_(change)
+        publisher.publish(4, chain=CHAIN)
     publisher.close()
     assert failures == []
     first, again, other = said

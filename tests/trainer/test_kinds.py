@@ -19,9 +19,9 @@ from dora.errors import ConfigError
 from dora.trainer.forecast import Outline
 from dora.trainer.forward_check import check_training
 from dora.trainer.model import Policy, build_on_meta, make_mesh, require_text_decoder
-from dora.trainer.publish import copy_model_files, gather
 from dora.trainer.score import score
 from tests.families import FAMILIES, SHAPE, make_config, make_model
+from tests.trainer.publishing import gather, tensors_in, write_version
 
 CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 ENCODERS = sorted(
@@ -109,11 +109,8 @@ def test_a_model_of_images_says_what_can_be_trained(kind: str, text: str, says: 
 def published(folder: Path, target: Path, *, compute: torch.dtype, dtype: str) -> dict[str, Tensor]:
     """Return what the trainer publishes of a folder before any training, and write it as a whole folder."""
     policy = Policy(folder, mesh=make_mesh("cpu"), dtype=compute)
-    tensors = gather(policy, dtype=dtype, keep=True)
-    target.mkdir()
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    copy_model_files(folder, target, dtype=dtype)
-    return tensors
+    write_version(policy, folder, target, dtype=dtype)
+    return tensors_in(target)
 
 
 @pytest.mark.usefixtures("alone")
@@ -161,7 +158,7 @@ def test_buffers_compute_in_16_bits_and_are_published_as_they_were_read(
     Outline(folder, dtype=torch.bfloat16)  # the forecast of a run, before anything is loaded
     policy = Policy(folder, mesh=make_mesh("cpu"), dtype=torch.bfloat16)
     check_training(policy, dtype="bfloat16")
-    before, after = load_file(folder / "model.safetensors"), gather(policy, dtype="bfloat16", keep=True)
+    before, after = load_file(folder / "model.safetensors"), gather(policy, dtype="bfloat16")
     names = [name for name in before if any(word in name for word in ("decay", "slope_rate", "correction_bias"))]
     assert names
     for name in names:

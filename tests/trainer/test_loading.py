@@ -25,7 +25,7 @@ from dora.errors import ConfigError
 from dora.trainer.loading import ModelFolder, open_folder
 from dora.trainer.model import Policy
 from tests.families import make_model
-from tests.trainer.publishing import load_policy, publish, write
+from tests.trainer.publishing import load_policy, published, tensors_in, write, write_version
 
 WORLD_SIZES = (1, 2, 3, 4)
 #: Loaded by all numbers of ranks. Tied heads, an odd vocabulary, as few experts as two, rows that are joined.
@@ -130,10 +130,14 @@ def _loads_and_publishes(folder: Path) -> None:
     if folder.name in ("llama", "mixtral", "qwen3_moe"):  # elsewhere buffers, or rows that are joined, are read whole
         assert sum(read) == sum(shard.numel() for shard in policy.shards().values())
     state = whole_state(policy)
-    published = publish(policy, folder, folder.with_name(f"{folder.name}{dist.get_world_size()}"), dtype="float32")
+    world_size, before = dist.get_world_size(), tensors_of(folder)
+    for writers in {1, world_size}:  # some ranks, or none, are on other hosts
+        target = folder.with_name(f"{folder.name}-{world_size}-{writers}")
+        write_version(policy, folder, target, dtype="float32", writers=writers, max_bytes=20_000)
+        if dist.get_rank() == 0:
+            assert_same_bits(tensors_in(target), before)
     if dist.get_rank() == 0:
-        assert_same_bits(published, tensors_of(folder))
-        again = load(folder.with_name(f"{folder.name}{dist.get_world_size()}"))
+        again = load(target)
         expected = dict(again.state_dict()) | dict(again.named_buffers())
         assert_same_bits(state, expected)
 
@@ -156,8 +160,8 @@ def test_a_bfloat16_folder_is_published_bit_by_bit_with_what_it_keeps_in_float32
     biases = {name: torch.randn(tensor.shape) for name, tensor in tensors.items() if "correction_bias" in name}
     write(tmp_path / "model", tensors | biases)
     assert len(biases) == {"qwen3": 0, "minimax_m2": 4, "deepseek_v3": 3}[family]
-    published = publish(load_policy(tmp_path / "model"), tmp_path / "model", tmp_path / "published", dtype="bfloat16")
-    assert_same_bits(published, tensors | biases)
+    found = published(load_policy(tmp_path / "model"), tmp_path / "model", tmp_path / "published", dtype="bfloat16")
+    assert_same_bits(found, tensors | biases)
 
 
 def fp8(folder: Path) -> dict[str, Tensor]:
@@ -188,8 +192,8 @@ def fp8(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("folder", ["qwen3_moe", "deepseek_v3"], indirect=True)
 def test_fp8_is_dequantised_and_published_without_scales(folder: Path, tmp_path: Path) -> None:
     expected = fp8(folder)  # DeepSeek-V3's latent projections have 24 rows: one block and a half
-    published = publish(load_policy(folder), folder, tmp_path / "published", dtype="float32")
-    assert_same_bits(published, expected)
+    found = published(load_policy(folder), folder, tmp_path / "published", dtype="float32")
+    assert_same_bits(found, expected)
     assert not hasattr(load(tmp_path / "published").config, "quantization_config")
     write(folder, {name: tensor for name, tensor in tensors_of(folder).items() if "o_proj.weight_scale" not in name})
     with pytest.raises(ConfigError, match=r"o_proj\.weight in .* is stored in FP8, without its scale"):
@@ -234,7 +238,7 @@ def test_names_under_other_prefixes_are_kept(
     tensors |= {"mtp.layers.0.weight": torch.randn(3), "h.0.attn.bias": torch.randn(3)}
     write(folder, tensors)
     policy = load_policy(folder)
-    assert_same_bits(publish(policy, folder, tmp_path / "published", dtype="float32"), tensors)
+    assert_same_bits(published(policy, folder, tmp_path / "published", dtype="float32"), tensors)
     assert_same_bits(whole_state(policy) | before, whole_state(policy))
     assert_same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "published").state_dict(), before)
     unused = {"qwen3_5_moe_text": "h.0.attn.bias", "gpt2": "mtp.layers.0.weight"}[policy.model.config.model_type]
@@ -245,7 +249,7 @@ def test_names_under_other_prefixes_are_kept(
 def test_experts_that_are_stored_stacked_stay_so(folder: Path, tmp_path: Path) -> None:
     stacked = load(folder).state_dict()
     write(folder, {name: tensor.clone() for name, tensor in stacked.items()})
-    assert_same_bits(publish(load_policy(folder), folder, tmp_path / "published", dtype="float32"), dict(stacked))
+    assert_same_bits(published(load_policy(folder), folder, tmp_path / "published", dtype="float32"), dict(stacked))
 
 
 def lack_an_expert(tensors: dict[str, Tensor]) -> None:
@@ -327,8 +331,8 @@ def test_a_head_that_is_tied_may_be_stored_under_its_own_name_too(folder: Path, 
     tensors = tensors_of(folder)
     head = tensors["model.embed_tokens.weight"].clone()
     write(folder, tensors | {"lm_head.weight": head})
-    published = publish(load_policy(folder), folder, tmp_path / "published", dtype="float32")
-    assert_same_bits(published, tensors | {"lm_head.weight": head})
+    found = published(load_policy(folder), folder, tmp_path / "published", dtype="float32")
+    assert_same_bits(found, tensors | {"lm_head.weight": head})
     write(folder, tensors | {"lm_head.weight": head + 1})
     with pytest.raises(ConfigError, match=r"embed_tokens\.weight and lm_head\.weight differ in .*tie_word_embeddings"):
         load_policy(folder)

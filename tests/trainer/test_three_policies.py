@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from conftest import SETTINGS, chain_of, in_history, make_batch, make_groups, mini_batches
 from torch import Tensor
+from torch.distributed import FileStore
 
 from dora.objectives.objective import Objective, Terms
 from dora.objectives.tokens import Tokens
@@ -71,8 +72,8 @@ class Rank:
             epoch=0,
             fence=str(folder / "epoch"),
         )
-        self.publisher = self._publisher(order) if self.rank == 0 else None
         policy = Policy(model_path, mesh=make_mesh("cpu"), dtype=torch.float32)
+        self.publisher = self._publisher(order, policy)
         self.trainer = Trainer(order, end=self, policy=policy, layout=Layout(), publisher=self.publisher)  # type: ignore[arg-type]
         self.trainer._objective.__class__ = Watched
         self.seen = self.trainer._objective.seen = []  # type: ignore[attr-defined]
@@ -81,11 +82,13 @@ class Rank:
     def send(self, message: object) -> None:
         self.sent.append(message)
 
-    def _publisher(self, order: Configure) -> Publisher:
+    def _publisher(self, order: Configure, policy: Policy) -> Publisher:
         store = VersionStore(memory_root=Path(order.memory_root), durable_root=Path(order.durable_root))
+        words = FileStore(str(Path(order.memory_root).with_name("words")), RANKS)
         return Publisher(
-            store, model_path=Path(order.model_path), dtype="float32", report=self.send, on_failure=partial(print)
-        )
+            store, policy=policy, model_path=Path(order.model_path), dtype="float32", words=words, writers=RANKS,
+            report=self.send, on_failure=partial(print),
+        )  # fmt: skip
 
     def train(self, step: int, *, end: int | None = None) -> list[MicroBatch]:
         """Train the waves of a step, two in each update, or those before `end`; return what this rank trained."""
@@ -104,13 +107,12 @@ class Rank:
         return trained
 
     def wait(self) -> None:
-        if self.publisher is not None:
-            self.publisher.wait()
+        self.publisher.wait()
         dist.barrier()
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        timings = {"busy_s", "close_s"}
+        timings = {"busy_s", "close_s", "write_wait_s"}
         found = [message.metrics for message in self.sent if isinstance(message, StepDone)]
         return [{name: value for name, value in each.items() if name not in timings} for each in found]
 

@@ -23,22 +23,19 @@ from dora.trainer.metrics import PROBED
 from dora.trainer.model import Policy, make_mesh
 from dora.trainer.packing import Layout
 from dora.trainer.probe import Probe
-from dora.trainer.publish import copy_model_files, gather
 from dora.transport.messages import MicroBatch
 from dora.weights.store import VersionStore
-from tests.trainer.publishing import write
+from tests.trainer.publishing import write_version
 
 RANKS = 2
 NOISE = 0.2
 
 
 def publish(store: VersionStore, policy: Policy, model_path: Path, *, version: int) -> None:
-    """A version as rank 0 writes it; other ranks take part."""
-    tensors = gather(policy, dtype="float32", keep=dist.get_rank() == 0)
+    """A version that all ranks write."""
+    staged = store.memory_root / "staged"
+    write_version(policy, model_path, staged, dtype="float32")
     if dist.get_rank() == 0:
-        staged = store.stage(version)
-        write(staged, tensors)
-        copy_model_files(model_path, staged, dtype="float32")
         store.seal(version, staged)
     dist.barrier()
 

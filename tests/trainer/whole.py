@@ -45,6 +45,7 @@ from tests.trainer.conftest import (
     make_model_folder,
     mini_batches,
 )
+from tests.trainer.publishing import KeptVersions
 
 ROOT: Final = Path(__file__).parents[2]
 WORLD_SIZES: Final = (1, 2, 4)
@@ -130,17 +131,13 @@ def _split(case: Case, answers: list[Answer], *, world_size: int) -> Iterator[li
 
 
 class Reports:
-    """In place of a connection and a publisher: keeps the metrics of each step and the weights of each version."""
+    """In place of a connection: keeps the messages."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
-        self.weights: list[dict[str, Tensor]] = []
 
     def send(self, message: Any) -> None:
         self.sent.append(message)
-
-    def publish(self, version: int, weights: dict[str, Tensor], *, chain: str) -> None:
-        self.weights.append({name: tensor.clone() for name, tensor in weights.items()})
 
 
 class Rank:
@@ -166,12 +163,14 @@ class Rank:
             fence=str(folder / "epoch"),
         )
         self.reports = Reports()
+        policy = Policy(folder / "model", mesh=make_mesh("cpu"), dtype=torch.float32)
+        self.versions = KeptVersions(policy)
         self.trainer = Trainer(
             order,
             end=self.reports,  # type: ignore[arg-type]
-            policy=Policy(folder / "model", mesh=make_mesh("cpu"), dtype=torch.float32),
+            policy=policy,
             layout=Layout(padded=case.packing == "padded"),
-            publisher=self.reports if self.rank == 0 else None,  # type: ignore[arg-type]
+            publisher=self.versions,  # type: ignore[arg-type]
         )
 
     def train(self, step: int, answers: list[Answer], *, first: int = 0, end: int | None = None) -> None:
@@ -194,7 +193,7 @@ def play(folder: Path) -> None:
         rank = Rank(Case(**entry), folder)
         for step, answers in enumerate(STEPS):
             rank.train(step, answers)
-        found.append((rank.reports.weights, rank.metrics))
+        found.append((rank.versions.weights, rank.metrics))
     manifests, skipped = resume_in_mid_step(folder), skip_an_update(folder)
     if dist.get_rank() == 0:
         torch.save((found, manifests, skipped), folder / "results.pt")
@@ -224,7 +223,7 @@ def skip_an_update(folder: Path) -> tuple[dict[str, float], list[dict[str, Tenso
     rank.train(0, [*poisoned, *STEPS[0][GROUP_SIZE:]])
     other = Rank(Case("committed", "whole", "packed", gathered=True, updates=3), folder)
     other.train(0, STEPS[0][GROUP_SIZE:])
-    return (rank.metrics[0] if rank.metrics else {}), rank.reports.weights, other.reports.weights
+    return (rank.metrics[0] if rank.metrics else {}), rank.versions.weights, other.versions.weights
 
 
 def run_rank(rank: int, world_size: int, folder: Path) -> None:

@@ -1,0 +1,177 @@
+"""The parts of a version that each rank writes: its own rows of the weights, under the names of the model folder.
+
+Most tensors of the model are tensors of the folder, and a rank writes the rows that it has. A stack of experts is cut
+into the tensors of its experts, and a rank converts those that it has. Conversions that join rows or columns of several
+tensors need them whole: they are gathered, one at a time, to the rank that will write them. So are all tensors if some
+ranks cannot write, because the folder is on another host.
+
+Invariant: every element of every tensor of the folder is written by exactly one rank. Weights get the published type,
+except those that a 16-bit or FP8 folder keeps in float32. Tensors that are not trained are published as they were read,
+but for FP8, which gets the published type; rank 0 writes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dora.trainer.loading import Conversion, as_published, own_rows, stacks_rows
+from dora.trainer.model import Policy
+from dora.weights.file_plan import TensorSpec
+
+#: Most bytes of weights that are converted, copied or gathered at a time, unless one row or conversion is larger.
+BUCKET_BYTES: Final = 64 * 2**20
+_TYPES: Final[Mapping[torch.dtype, str]] = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+class Piece(NamedTuple):
+    """Rows of a tensor of the folder, in its published type."""
+
+    name: str
+    row: int  # the first one
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """The rows of a tensor of the model that this rank has, and writes."""
+
+    conversion: Conversion
+    row: int  # the first one
+    rows: Tensor  # shares memory with the model
+
+
+class Parts:
+    """What this rank writes of every version; made before the first pass."""
+
+    def __init__(self, policy: Policy, *, dtype: str, writers: int) -> None:
+        """`writers`: number of ranks, from rank 0 on, that can write into the store."""
+        self._policy = policy
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._rank, self._world_size = policy.mesh.get_local_rank(), policy.mesh.size()
+        self._writers = writers
+        self._tensors: dict[str, Tensor] = {}  # of the model; kept, as a module has others while it is gathered
+        untrained = set(policy.plan.untrained)
+        trained = [one for one in policy.plan.conversions if not one.sources.keys() <= untrained]
+        for target in (target for conversion in trained for target in conversion.targets):
+            self._tensors[target] = policy.model.get_parameter_or_buffer(target).detach()
+        self._gathered = [one for one in trained if writers < self._world_size or not _is_local(one)]
+        shards = [self._shard(one) for one in trained if one not in self._gathered]
+        begin = len(shards) * self._rank // self._world_size  # ranks that write into one file wait for each other
+        self._shards = [*shards[begin:], *shards[:begin]]
+        #: All tensors of the folder, the same on all ranks.
+        self.specs = [spec for conversion in trained for spec in self._specs(conversion)]
+        self.specs += [self._untrained_spec(name) for name in policy.plan.untrained]
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield what this rank writes of its own, converted when it is asked for; all but `gather`."""
+        for shard in self._shards:
+            step = rows_in(BUCKET_BYTES, shard.rows)
+            for start in range(0, len(shard.rows), step):
+                yield from self._published(shard.conversion, shard.row + start, shard.rows[start : start + step])
+        if self._rank == 0:
+            for name, tensor in self._policy.untrained.items():
+                yield Piece(name, 0, tensor.to(self._dtype) if name in self._policy.dequantised else tensor)
+
+    def gather(self) -> list[Piece]:
+        """Return what this rank writes of conversions that need other ranks, in host memory; a collective."""
+        kept = []
+        for number, conversion in enumerate(self._gathered):
+            owner = number % self._writers
+            found = self._rows(conversion, owner) if conversion.converter is None else self._whole(conversion, owner)
+            kept += [piece._replace(rows=piece.rows.to("cpu", copy=True)) for piece in found]
+        return kept
+
+    def _rows(self, conversion: Conversion, owner: int) -> Iterator[Piece]:
+        """Yield, on the owner, the rows of all ranks, some of each rank at a time."""
+        [name], [target] = conversion.sources, conversion.targets
+        local, total = self._local(target), len(self._tensors[target])
+        chunk = -(-total // self._world_size)
+        step = rows_in(BUCKET_BYTES // self._world_size, local)
+        for start in range(0, chunk, step):
+            count = min(step, chunk - start)
+            for rank, rows in enumerate(self._gather_to(owner, self._cast(name, local[start : start + count]), count)):
+                first = rank * chunk + start
+                if first < total:
+                    yield Piece(name, first, rows[: total - first])
+
+    def _whole(self, conversion: Conversion, owner: int) -> Iterator[Piece]:
+        """Yield, on the owner, the tensors of a conversion."""
+        tensors = {}
+        for target in conversion.targets:
+            tensor = self._tensors[target]
+            if isinstance(tensor, DTensor):
+                parts = self._gather_to(owner, self._local(target), -(-len(tensor) // self._world_size))
+                tensor = torch.cat(parts)[: len(tensor)] if parts else tensor
+            tensors[target] = tensor
+        if self._rank == owner:
+            for name, tensor in as_published(self._policy.model, conversion, tensors).items():
+                yield Piece(name, 0, self._cast(name, tensor))
+
+    def _gather_to(self, owner: int, local: Tensor, count: int) -> list[Tensor]:
+        """Return, on the owner, `count` rows of every rank, padded; elsewhere nothing."""
+        mine = local.new_zeros(count, *local.shape[1:])
+        mine[: len(local)] = local
+        into = [torch.empty_like(mine) for _ in range(self._world_size)] if self._rank == owner else None
+        dist.gather(mine, into, group=self._policy.mesh.get_group(), group_dst=owner)
+        return into or []
+
+    def _published(self, conversion: Conversion, row: int, rows: Tensor) -> Iterator[Piece]:
+        if conversion.converter is None:
+            [name] = conversion.sources
+            yield Piece(name, row, self._cast(name, rows))
+            return
+        for name, tensor in as_published(self._policy.model, conversion, {conversion.targets[0]: rows}).items():
+            before, number, after = re.fullmatch(r"(.*\.)(\d+)(\..*)", name).groups()  # type: ignore[union-attr]
+            of_expert = f"{before}{row + int(number)}{after}"
+            yield Piece(of_expert, 0, self._cast(of_expert, tensor))
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.to(self._type(name, tensor.dtype))
+
+    def _type(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        if not dtype.is_floating_point:
+            return dtype
+        return torch.float32 if name in self._policy.plan.float32 else self._dtype
+
+    def _shard(self, conversion: Conversion) -> _Shard:
+        tensor = self._tensors[conversion.targets[0]]
+        rows = own_rows(tensor, rank=self._rank, world_size=self._world_size)
+        return _Shard(conversion, rows.start, self._local(conversion.targets[0]))
+
+    def _local(self, target: str) -> Tensor:
+        tensor = self._tensors[target]
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def _specs(self, conversion: Conversion) -> Iterator[TensorSpec]:
+        outlines = {
+            target: torch.empty(self._tensors[target].shape, dtype=self._tensors[target].dtype, device="meta")
+            for target in conversion.targets
+        }
+        for name, outline in as_published(self._policy.model, conversion, outlines).items():
+            yield TensorSpec(name, _TYPES[self._type(name, outline.dtype)], tuple(outline.shape))
+
+    def _untrained_spec(self, name: str) -> TensorSpec:
+        spec = self._policy.untrained_specs[name]
+        is_cast = name in self._policy.dequantised
+        return TensorSpec(name, _TYPES[self._dtype], spec.shape) if is_cast else spec
+
+
+def _is_local(conversion: Conversion) -> bool:
+    """Return whether rows of the model can be published without the other rows."""
+    return conversion.converter is None or stacks_rows(conversion.converter)
+
+
+def rows_in(num_bytes: int, tensor: Tensor) -> int:
+    """Return how many rows of a tensor fit into a number of bytes; at least one."""
+    return max(1, num_bytes // max(1, tensor.shape[1:].numel() * tensor.element_size()))
