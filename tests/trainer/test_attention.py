@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from dora.trainer import attention, attention_gpu, attention_kernels
 from dora.trainer.attention import Pattern, Segments, attend, pattern_of, require_interface, within
 from dora.trainer.attention_kernels import AttentionCall
 from dora.trainer.attention_kernels import _calls as calls_of
+from tests.trainer.attention_definition import dense, visible
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 40, 17, 61, 1, 9)
@@ -96,34 +96,6 @@ def test_every_position_of_a_row_is_restored(lengths: tuple[int, ...]) -> None:
     out, _ = attend(torch.nn.Identity(), query, query, value, Pattern(Segments(lengths, CPU)))
     means = [part.cumsum(0) / torch.arange(1, len(part) + 1)[:, None] for part in value[0, 0].split(lengths)]
     torch.testing.assert_close(out[0, :, 0], torch.cat(means))
-
-
-def dense(query, key, value, sink_H, *, lengths, scale, prompts=None, window=None, chunk=None, softcap=None):  # type: ignore[no-untyped-def]
-    """The definition: all scores of a packed row, masked."""
-    seen, distance, position = visible(lengths, prompts or (-1,) * len(lengths))
-    if window is not None:
-        seen &= distance < window
-    if chunk is not None:
-        seen &= position[:, None] // chunk == position // chunk
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ key.transpose(2, 3) * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sink_H is not None:
-        scores = torch.cat([scores, sink_H[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
-    return (scores.softmax(-1)[..., : query.shape[2]] @ value).transpose(1, 2)
-
-
-def visible(lengths: Sequence[int], prompts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, T] whether a query sees a key, how many positions are between them, and [T] positions in the sequences."""
-    segment = torch.repeat_interleave(torch.tensor(lengths))
-    starts = [lengths[prompt] if prompt >= 0 else 0 for prompt in prompts]
-    position = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
-    distance = position[:, None] - position
-    is_prompt = torch.tensor(prompts)[segment][:, None] == segment
-    return (distance >= 0) & ((segment[:, None] == segment) | is_prompt), distance, position
 
 
 RULES: dict[str, dict[str, Any]] = {
