@@ -68,13 +68,13 @@ class Verdict:
         return f"| {self.family} | {self.rows} | {errors} | {self.published} | {verdict} |"
 
 
-def examine(family: str) -> Verdict:
+def examine(family: str, *, device: str = "cpu") -> Verdict:
     """Measure a family. Needs a process group of one rank."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
             make_model(family).save_pretrained(folder)
-            policy = Policy(folder, mesh=make_mesh("cpu"), dtype=torch.float32)
+            policy = Policy(folder, mesh=make_mesh(device), dtype=torch.float32)
             checked = check_training(policy, dtype="float32")
         except ConfigError as err:
             return Verdict(family, problem=str(err).removeprefix("model.path: ").replace(name, "the folder"))
@@ -119,11 +119,11 @@ def compare(policy: Policy, layout: Layout, folder: Path) -> tuple[float, float]
             device=policy.device,
         )
         policy.prepare(closes_update=True)
-        found_P = logprobs(policy.model, row, temperature=1.0)[0]
+        found_P = logprobs(policy.model, row, temperature=1.0)[0].cpu()
         error = max(error, float((found_P - torch.cat([expected[n] for n in members])).detach().abs().max()))
         (found_P * torch.cat([weights[n] for n in members])).sum().backward()
     wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    gradients = policy.gradients()
+    gradients = {name: gradient.cpu() for name, gradient in policy.gradients().items()}
     policy.clear_gradients()
     return error, relative_difference(gradients, wanted)
 
@@ -154,7 +154,7 @@ def document(verdicts: Sequence[Verdict]) -> str:
 
 Which families of models the trainer accepts, and how it trains them. Written by `python -m tests.models` on a CPU; do
 not edit. {trained} of {len(verdicts)} families are trained; the others are refused before anything is trained, with
-the message shown. No GPU has run this table.
+the message shown. The same on a GPU: unverified without a GPU.
 
 Each family is a tiny model with random weights, built from the classes of transformers, saved as its publishers save
 it, and loaded by the trainer. Its log-probs and gradients (float32, up to {max(LENGTHS)} tokens) are compared
