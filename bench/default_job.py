@@ -14,9 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from result import Report, parser
+from result import Report, Row, parser
 
 from dora.core.commands import AdmitGroup, PushWeights
 from dora.core.events import InstanceLost, WeightPushFinished
@@ -27,10 +28,11 @@ SEEDS = {False: (0,), True: (0, 1, 2)}
 TIMEOUT_S = 600.0
 
 
-def measure(report: Report, seed: int, *, home: Path) -> None:
-    """Run the job with one seed, and audit it."""
+def measure(what: str, *, home: Path, settings: Sequence[str]) -> Iterator[Row]:
+    """Run the job with these settings, and audit it; `what` begins each row."""
     began = time.monotonic()
-    _dora("run", "--set", f"run.folder={home}", "--set", f"run.seed={seed}", "--set", "status.port=0")
+    chosen = (f"run.folder={home}", "status.port=0", *settings)
+    _dora("run", *(word for setting in chosen for word in ("--set", setting)))
     seconds = time.monotonic() - began
     [root] = home.iterdir()
     folder = RunFolder.open(root)
@@ -42,13 +44,13 @@ def measure(report: Report, seed: int, *, home: Path) -> None:
     skipped = sum(row["kind"] == "evaluation_skipped" for row in rows)
     start_s, share, three = versions_serving(folder)
     staleness = sum(step["staleness_mean"] for step in steps) / len(steps)
-    report.row(f"seed {seed}: time", round(seconds, 1), "s", against=f"start {start_s:.0f} s", bar="figure <= 120")
-    report.row(f"seed {seed}: two or more versions serve", round(share, 3), "of the time", bar="figure >= 0.6",
-               against=f"three or more: {three:.2f}; staleness {staleness:.2f}")  # fmt: skip
-    report.row(f"seed {seed}: held-out reward", round(scores[max(scores)], 3), "", bar="figure >= 0.85",
-               against=f"versions {', '.join(map(str, sorted(scores)))}: {curve}; {skipped} skipped")  # fmt: skip
-    report.row(f"seed {seed}: held-out reward rises until", round(last_rise(scores) / len(steps), 3), "of the steps",
-               bar="figure >= 0.75")  # fmt: skip
+    yield Row(f"{what}: time", round(seconds, 1), "s", f"start {start_s:.0f} s", bar="figure <= 120")
+    yield Row(f"{what}: two or more versions serve", round(share, 3), "of the time", bar="figure >= 0.6",
+              against=f"three or more: {three:.2f}; staleness {staleness:.2f}")  # fmt: skip
+    yield Row(f"{what}: held-out reward", round(scores[max(scores)], 3), "", bar="figure >= 0.85",
+              against=f"versions {', '.join(map(str, sorted(scores)))}: {curve}; {skipped} skipped")  # fmt: skip
+    yield Row(f"{what}: held-out reward rises until", round(last_rise(scores) / len(steps), 3), "of the steps",
+              bar="figure >= 0.75")  # fmt: skip
 
 
 def versions_serving(folder: RunFolder) -> tuple[float, float, float]:
@@ -95,7 +97,8 @@ def main() -> None:
     report = Report(__doc__, full=options.full, sizes=f"the defaults, {len(seeds)} seeds")
     for seed in seeds:
         with tempfile.TemporaryDirectory() as home:
-            measure(report, seed, home=Path(home))
+            for row in measure(f"seed {seed}", home=Path(home), settings=(f"run.seed={seed}",)):
+                report.add(row)
     report.print()
 
 

@@ -1,7 +1,8 @@
 """The result of a benchmark, and bench/README.md as a function of all results.
 
 Invariant: a script measures figures and ratios and sets the bars; only this module decides whether a bar is reached,
-and every figure in README.md comes from `results/*.json`.
+and every figure in README.md comes from `results/*.json`. The table of what only a GPU can show is that of
+`on_gpu.parts`.
 
 A script may print anything; the last line of its stdout is its result:
 
@@ -34,6 +35,7 @@ from pathlib import Path
 
 import msgspec
 import psutil
+from on_gpu.parts import MARK, PARTS
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
@@ -41,12 +43,12 @@ README = FOLDER / "README.md"
 
 PREAMBLE = """# Benchmarks
 
-Performance lives here, never in a timed test. `python bench/run` measures everything and writes this file from
-`results/*.json` alone. It takes about half an hour on two idle cores, more on a slower machine or beside other work,
-and shows what each script took. Names choose scripts, `--full` takes larger sizes and hours, and `--render` only writes
-this file. Each script's docstring says what it does, in which sizes, and what ceiling it is compared with. A ratio is
-of one run: machines are shared, so figures move with the load while ratios hold; load is that of one minute, before and
-after. Whole runs, and what was measured on a GPU, are in [BY-HAND.md](BY-HAND.md).
+Performance lives here, never in a timed test. `python bench/run` measures all that needs no GPU, and writes this file
+from `results/*.json` alone. It takes about half an hour on two idle cores, more on a slower machine or beside other
+work, and shows what each script took. Names choose scripts, `--full` takes larger sizes and hours, and `--render` only
+writes this file. Each script's docstring says what it does, in which sizes, and what ceiling it is compared with. A
+ratio is of one run: machines are shared, so figures move with the load while ratios hold; load is that of one minute,
+before and after. Whole runs are in [BY-HAND.md](BY-HAND.md).
 """
 
 
@@ -97,42 +99,45 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Report:
     """Collects the rows of one run; notes the load when made and when printed."""
 
-    def __init__(self, doc: str | None, *, full: bool, sizes: str, accelerator: str = "") -> None:
-        """`accelerator`: name and memory of the GPU that was measured."""
-        self._hardware = ", ".join(filter(None, [accelerator, hardware()]))
+    def __init__(self, doc: str | None, *, full: bool, sizes: str, name: str = "") -> None:
+        """`name`: of the result; empty: that of the script."""
+        self.accelerator = ""  #: name and memory of the GPU that is measured
+        self._name = name or Path(sys.argv[0]).stem
         self._title = (doc or "").partition("\n")[0]
         self._profile = "full" if full else "short"
         self._sizes = sizes
         self._load = os.getloadavg()[0]
         self._begun = time.monotonic()
-        self._rows: list[Row] = []
+        self.rows: list[Row] = []
 
     def row(
         self, what: str, figure: float, unit: str, *, against: str = "", ratio: float | None = None, bar: str = ""
     ) -> None:
-        """Add a row, and show it at once: a script takes a while."""
-        row = Row(what, figure, unit, against, ratio, bar)
-        self._rows.append(row)
-        print("  " + " | ".join(cell for cell in _cells(row) if cell), flush=True)
+        """Add a row."""
+        self.add(Row(what, figure, unit, against, ratio, bar))
 
     def skip(self, what: str, reason: str) -> None:
         """Add a row that could not be measured here."""
-        self._rows.append(Row(what, None, against=reason))
-        print(f"  {what}: not measured: {reason}", flush=True)
+        self.add(Row(what, None, against=reason))
+
+    def add(self, row: Row) -> None:
+        """Add a row, and show it at once: a script takes a while."""
+        self.rows.append(row)
+        print("  " + " | ".join(cell for cell in _cells(row) if cell), flush=True)
 
     def result(self) -> Result:
         """Everything up to now."""
         return Result(
-            name=Path(sys.argv[0]).stem,
+            name=self._name,
             title=self._title,
             profile=self._profile,
             sizes=self._sizes,
-            hardware=self._hardware,
+            hardware=", ".join(filter(None, [self.accelerator, hardware()])),
             commit=commit(),
             date=today(),
             seconds=round(time.monotonic() - self._begun, 1),
             load=(round(self._load, 1), round(os.getloadavg()[0], 1)),
-            rows=self._rows,
+            rows=self.rows,
         )
 
     def print(self) -> None:
@@ -190,7 +195,7 @@ def load() -> list[Result]:
 def render(results: Iterable[Result]) -> str:
     """The text of README.md."""
     results = list(results)
-    return "\n".join([PREAMBLE, _durations(results), _bars(results), *map(_section, results)])
+    return "\n".join([PREAMBLE, _durations(results), _bars(results), _on_gpu(), *map(_section, results)])
 
 
 def _durations(results: list[Result]) -> str:
@@ -207,6 +212,20 @@ def _bars(results: list[Result]) -> str:
     reached = sum(row.reached is True for _, row in held)
     rows = [[f"[{result.name}](#{result.name})", *_judged(row)] for result, row in held]
     return f"{reached} of {len(held)} bars are reached:\n\n" + _table(["script", "what", "measured", "bar", ""], rows)
+
+
+def _on_gpu() -> str:
+    """Which part of gpu.py settles which statement of the documents."""
+    rows = [
+        [f"{statement.words} ...", statement.file, f"`{part.name}`"]
+        for part in PARTS.values()
+        for statement in part.settles
+    ]
+    return (
+        "## On a GPU\n\n`python bench/gpu.py` measures what only a GPU can show, in parts of at most 8 minutes "
+        "(`--list`; no network). A part that has run there has a section below. These statements are still "
+        f"{MARK}:\n\n" + _table(["statement", "file", "settled by"], rows)
+    )
 
 
 def _section(result: Result) -> str:

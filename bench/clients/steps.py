@@ -1,4 +1,4 @@
-"""Training steps that bench/training.py and bench/gpu.py compare: the trainer's own, and plain loops over padded rows.
+"""Training steps that bench/training.py and bench/on_gpu compare: the trainer's own, and plain loops over padded rows.
 
 All take the same answers, from the same weights, to the same gradient: the log-probs of the engine are so low that
 every importance weight is cut at `weight_high` = 1, which leaves Σ A log π / D.
@@ -122,7 +122,6 @@ class WatchedTrainer(Trainer):
         return self.grad_norm
 
     def _publish(self) -> None:
-        synchronize()
         self.publish_from = time.perf_counter()
         super()._publish()
         self.publish_s = time.perf_counter() - self.publish_from
@@ -220,15 +219,22 @@ def make_trainer(
     layout: Layout | None = None,
     reports: Reports | None = None,
     publishes: bool = False,
+    policy_kind: type[Policy] = Policy,
+    trainer_kind: type[WatchedTrainer] = WatchedTrainer,
 ) -> WatchedTrainer:
     """A trainer as dora/trainer/main.py makes it, without a controller; with a layout, the model is not checked."""
-    dtype, mode = order.settings.dtype, cast(Mode, order.settings.activation_checkpointing)
-    mesh = make_mesh(order.settings.device)
-    policy = Policy(Path(order.model_path), mesh=mesh, dtype=getattr(torch, dtype), activation_checkpointing=mode)
-    layout = layout or check_training(policy, dtype=dtype).layout
+    settings = order.settings
+    policy = policy_kind(
+        Path(order.model_path),
+        mesh=make_mesh(settings.device),
+        dtype=getattr(torch, settings.dtype),
+        activation_checkpointing=cast(Mode, settings.activation_checkpointing),
+        compiled=settings.compile,
+    )
+    layout = layout or check_training(policy, dtype=settings.dtype).layout
     reports = reports or Reports()
     publisher = make_publisher(order, policy, reports) if publishes else cast(Publisher, Unpublished())
-    return WatchedTrainer(order, end=cast(TrainerEnd, reports), policy=policy, layout=layout, publisher=publisher)
+    return trainer_kind(order, end=cast(TrainerEnd, reports), policy=policy, layout=layout, publisher=publisher)
 
 
 def make_publisher(order: Configure, policy: Policy, reports: Reports) -> Publisher:

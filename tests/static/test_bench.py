@@ -28,6 +28,7 @@ def load_module(path: Path) -> ModuleType:
     return module
 
 
+sys.path.insert(0, str(BENCH))
 bench = load_module(BENCH / "result.py")
 
 
@@ -91,6 +92,7 @@ def test_the_readme_says_how_long_each_script_took_the_slowest_first():
 def test_a_run_shows_how_long_each_script_takes_and_at_the_end_the_slowest(tmp_path: Path):
     for name in ("run", "result.py"):
         shutil.copy(BENCH / name, tmp_path)
+    shutil.copytree(BENCH / "on_gpu", tmp_path / "on_gpu")
     (tmp_path / "results").mkdir()
     script = """from result import Report
 report = Report("Title.", full=False, sizes="one")

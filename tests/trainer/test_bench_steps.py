@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,20 +17,24 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import gpu
 from clients import steps
-from result import Report
+from on_gpu import cases, models, roofline, training
+from on_gpu.parts import PARTS
+from result import Result, Row
 
+BENCH = Path(__file__).parents[2] / "bench"
 BUDGET = 512
+TINY = models.SHAPES["tiny"]
 
 
 @pytest.fixture
 def answers() -> steps.Answers:
-    return steps.draw_answers(12, num_tokens=1_500, vocab_size=gpu.SHAPES["tiny"].vocab)
+    return steps.draw_answers(12, num_tokens=1_500, vocab_size=TINY.vocab)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    Qwen3ForCausalLM(gpu.config_of(gpu.Case("ours", "cpu", "tiny"))).save_pretrained(tmp_path / "model")
+    Qwen3ForCausalLM(models.config_of("tiny")).save_pretrained(tmp_path / "model")
     return tmp_path
 
 
@@ -60,60 +67,87 @@ def test_lengths_add_up_and_have_a_tail(answers: steps.Answers) -> None:
     assert sorted(i for batch in steps.by_length(answers, budget=BUDGET) for i in batch) == list(range(12))
 
 
-def test_operations_are_those_of_torch_with_causal_attention_counted_by_half() -> None:
-    shape = gpu.SHAPES["tiny"]
+def test_operations_are_those_of_torch_and_half_of_the_scores_are_causal() -> None:
     length = 64
-    answer = steps.draw_answers(1, num_tokens=length, vocab_size=shape.vocab)
-    config = gpu.config_of(gpu.Case("plain", "cpu", "tiny"))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    answer = steps.draw_answers(1, num_tokens=length, vocab_size=TINY.vocab)
+    model = AutoModelForCausalLM.from_config(models.config_of("tiny"), attn_implementation="eager")
     with FlopCounterMode(display=False) as counter:
         steps.accumulate_packed(model, answer, [0])
-    other_half = 6 * shape.layers * shape.heads * shape.head_size * length**2
-    assert counter.get_total_flops() == shape.flops(answer) + other_half
-
-
-@pytest.mark.deep
-def test_both_sides_and_the_roofline_are_measured_on_a_cpu(tmp_path: Path) -> None:
-    def measure(side: str, *, publish: bool = False) -> list[gpu.Found]:
-        case = gpu.Case(side, "cpu", "tiny", 512, publish=publish, repeats=1)
-        return list(gpu.measure_here(case, tmp_path))
-
-    (plain,), (peaks,) = measure("plain"), measure("roofline")
-    ours, published, foretold = measure("ours", publish=True)
-    assert isinstance(plain, gpu.Trained)
-    assert isinstance(ours, gpu.Trained)
-    assert isinstance(published, gpu.Published)
-    assert isinstance(foretold, gpu.Foretold)
-    assert plain.flops == ours.flops > 0
-    assert published.num_bytes >= 2 * gpu.SHAPES["tiny"].parameters
-    assert published.written_s > published.stopped_s > 0
-    assert min(peaks.tflops, peaks.gb_per_s, peaks.to_host_gb_per_s, peaks.to_store_gb_per_s) > 0
+    assert counter.get_total_flops() == TINY.flops(answer, causal=False)
+    half = 6 * TINY.layers * TINY.heads * TINY.head_size * length**2
+    assert TINY.flops(answer, causal=True) == counter.get_total_flops() - half
 
 
 def test_both_sides_checkpoint_layers_where_memory_is_short(answers: steps.Answers, tmp_path: Path) -> None:
-    case = gpu.Case("", "cpu", "tiny", 1_500, repeats=1)
-    (ours,) = gpu.measure_ours(case, answers, mode="full", folder=tmp_path)
-    assert gpu.measure_plain(case, answers, mode="full").how == "SDPA, padded, checkpointing full"
-    assert isinstance(ours, gpu.Trained)
-    assert ours.how == "packed, sdpa, checkpointing full"
+    place = cases.Place("cpu", tmp_path, repeats=1, earlier=[Row(roofline.PRODUCTS, 0.5, "TFLOP/s")])
+    plain = list(training.measure_plain("tiny", answers, place, what="tiny, plain transformers", mode="full"))
+    place = place._replace(earlier=[*place.earlier, *plain])
+    ours = list(training.measure_ours("tiny", answers, place, what="tiny", mode="full", forecasts=False))
+    assert plain[0].what == "tiny, plain transformers (SDPA, padded, checkpointing full)"
+    assert ours[0].what == "tiny (packed, sdpa, checkpointing full)"
+    assert plain[0].figure is not None
+    assert ours[0].ratio == pytest.approx((ours[0].figure or 0.0) / plain[0].figure)
+    assert [row.what for row in ours[1:]] == [
+        "tiny: peak memory", "tiny: MFU, causal scores counted", "tiny: MFU, all scores counted",
+        "tiny: clip and update",
+    ]  # fmt: skip
 
 
-def test_a_case_beyond_its_time_is_a_finding() -> None:
-    found = gpu.in_process(gpu.Case("roofline", "cpu"), limit_s=0.01)
-    assert found == [gpu.Failed("stopped after 0 s")]
+def test_mfu_is_that_of_the_datasheet_where_the_gpu_is_known(answers: steps.Answers, tmp_path: Path) -> None:
+    known = roofline.beside_datasheet(roofline.PRODUCTS, 800.0, "TFLOP/s", 989.0)
+    place = cases.Place("cpu", tmp_path, earlier=[known])
+    seconds = TINY.flops(answers, causal=True) / (0.5 * 989e12)
+    found = list(training.rows_of("tiny", answers, place, what="tiny", how="packed", seconds=seconds))
+    mfu = next(row for row in found if row.what == "tiny: MFU, causal scores counted")
+    assert (mfu.figure, mfu.ratio) == (pytest.approx(50), pytest.approx(494.5 / 800))
 
 
-def test_mfu_is_that_of_the_datasheet_where_the_gpu_is_known() -> None:
-    report = Report("A title.", full=False, sizes="")
-    peaks = gpu.Peaks("NVIDIA H200", 141 << 30, 800.0, 4_300.0, 50.0, 2.0)
-    table = gpu.Table(report, peaks)
-    trained = gpu.Trained(seconds=2.0, peak_bytes=70 << 30, flops=2 * 0.5 * 989e12, how="packed", update_s=0.1)
-    table.add(gpu.Case("plain", "cuda", "8B", 16_384), gpu.Failed("out of memory"))
-    table.add(gpu.Case("ours", "cuda", "8B", 16_384), trained)
-    table.add(gpu.Case("ours", "cuda", "8B", 16_384), gpu.Foretold(77 << 30, 70 << 30))
-    rows = {row.what: row for row in report.result().rows}
-    assert rows["8B, 16,384 tokens, plain transformers"].against == "out of memory"
-    assert rows["8B, 16,384 tokens (packed)"].figure == 8_192
-    assert rows["8B, 16,384 tokens: memory of a micro-batch as `dora check` forecasts it"].ratio == pytest.approx(1.1)
-    mfu = rows["8B, 16,384 tokens: MFU"]
-    assert (mfu.figure, mfu.ratio, mfu.reached) == (pytest.approx(50), pytest.approx(494.5 / 800), True)
+def test_memory_that_does_not_suffice_leads_to_the_next_mode_and_is_a_row_after_the_last() -> None:
+    def measure(mode: str) -> list[Row]:
+        if mode != "full":
+            raise torch.OutOfMemoryError(f"no room for {mode}. GPU 0 is full")
+        return [Row(mode, 1.0)]
+
+    assert cases.first_that_fits(("none", "full"), measure, what="tiny") == [Row("full", 1.0)]
+    failed = Row("tiny", None, against="out of memory: no room for none")
+    assert cases.first_that_fits(("none",), measure, what="tiny") == [failed]
+
+
+def test_a_case_beyond_its_time_is_a_row() -> None:
+    [case, *_] = cases.cases_of(PARTS["training-8B"], tiny=True)
+    found = cases.in_process("training-8B", 0, case, profile="cpu", limit_s=0.01, full=False)
+    assert found == ("", [Row("the roofline", None, against="stopped after 0 s")])
+
+
+def test_a_part_is_done_when_every_case_was_reached(tmp_path: Path) -> None:
+    def result(*rows: Row) -> Path:
+        made = Result("gpu-x", "Title.", "short", "sizes", "a machine", "abc", "2026-01-01", 1.0, (0, 0), list(rows))
+        (tmp_path / "gpu-x.json").write_bytes(msgspec.json.encode(made))
+        return tmp_path / "gpu-x.json"
+
+    assert not gpu.is_done(tmp_path / "gpu-x.json")
+    assert not gpu.is_done(result(Row("first", 1.0), Row("second", None, against=gpu.NOT_REACHED)))
+    assert gpu.is_done(result(Row("first", 1.0), Row("second", None, against="out of memory")))
+
+
+def run_gpu(*arguments: str) -> tuple[int, str]:
+    command = [sys.executable, str(BENCH / "gpu.py"), "--profile", "cpu", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def rows_in(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = msgspec.json.decode(path.read_bytes())["rows"]
+    return rows
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_runs_on_a_cpu_and_is_not_repeated(part: str, tmp_path: Path) -> None:
+    code, said = run_gpu("--part", part, "--out", str(tmp_path))
+    assert code == 0, said
+    rows = rows_in(tmp_path / f"gpu-{part}.json")
+    failed = [row for row in rows if row["figure"] is None and "no CUDA device here" not in row.get("against", "")]
+    assert failed == [], said
+    assert "measured before" in run_gpu("--part", part, "--out", str(tmp_path))[1]
