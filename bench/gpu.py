@@ -22,11 +22,10 @@ import time
 from pathlib import Path
 
 import msgspec
-from on_gpu.parts import PARTS, Part
+from on_gpu.parts import NOT_REACHED, PARTS, Part
 from result import RESULTS, Report, Result, Row, keep, parser
 
 LEAST_S = 15.0  # no case is begun with less left
-NOT_REACHED = "not reached in the time of this part"
 DEVICES = {"gpu": "cuda", "cpu": "cpu"}
 
 
@@ -37,13 +36,11 @@ def main() -> None:
             print(f"{part.name} (at most {part.limit_s:.0f} s): {part.title}")
             print("".join(f"    {statement.file}: {statement.words} ...\n" for statement in part.settles), end="")
         return
-    sys.path.append(str(Path(__file__).parents[1]))  # for the tests' own definitions
+    sys.path.insert(1, str(Path(__file__).parents[1]))  # this repository's own dora and tests
     if options.case:
         measure_case(options)
         return
-    import torch
-
-    if options.profile == "gpu" and not torch.cuda.is_available():
+    if options.profile == "gpu" and not has_gpu():
         sys.exit("no GPU here; --profile cpu runs the same code in tiny shapes")
     folder = options.out or (RESULTS if options.profile == "gpu" else Path(tempfile.mkdtemp(prefix="dora-bench-gpu-")))
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +82,7 @@ def measure(part: Part, path: Path, options: argparse.Namespace, *, deadline: fl
             print(f"  {NOT_REACHED}: {', '.join(case.what for case in cases[index:])}", flush=True)
             return
         report.accelerator, rows = in_process(
-            part.name, index, case, profile=options.profile, limit_s=min(case.limit_s, left_s), full=options.full,
+            part.name, index, case, profile=options.profile, left_s=left_s, full=options.full,
             earlier=report.rows,
         )  # fmt: skip
         for row in rows:
@@ -101,6 +98,12 @@ def measure_case(options: argparse.Namespace) -> None:
     part, index, folder = options.case
     earlier = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Row])
     measure_here(part, int(index), Place(DEVICES[options.profile], Path(folder), 10 if options.full else 3, earlier))
+
+
+def has_gpu() -> bool:
+    import torch  # takes seconds
+
+    return torch.cuda.is_available()
 
 
 def is_done(path: Path) -> bool:

@@ -24,7 +24,7 @@ from clients.steps import peak, reset_peak, synchronize
 from result import Row, number
 
 from dora.trainer.checkpointing import Mode
-from on_gpu.parts import PARTS, Part
+from on_gpu.parts import NOT_REACHED, PARTS, Part
 
 ROOT = Path(__file__).parents[2]
 GPU = ROOT / "bench" / "gpu.py"
@@ -131,24 +131,32 @@ def first_that_fits(modes: Iterable[Mode], measure: Callable[[Mode], Iterable[Ro
 
 
 def in_process(
-    part: str, index: int, case: Case, *, profile: str, limit_s: float, full: bool, earlier: Sequence[Row] = ()
+    part: str, index: int, case: Case, *, profile: str, left_s: float, full: bool, earlier: Sequence[Row] = ()
 ) -> tuple[str, list[Row]]:
-    """Return the accelerator and the rows of a case; the last row says so if it did not end well."""
+    """Return the accelerator and the rows of a case; the last row says so if it did not end well. `left_s`: of the
+    part's time."""
     with tempfile.TemporaryDirectory(dir=_room_for(case.folder_bytes), prefix="dora-bench-") as folder:
         command = [sys.executable, str(GPU), "--case", part, str(index), folder, "--profile", profile]
-        env = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", **os.environ, "PYTHONPATH": str(ROOT)}
+        env = {
+            "TRANSFORMERS_VERBOSITY": "error",
+            "HF_HUB_OFFLINE": "1",
+            "TQDM_DISABLE": "1",
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+        }
         env.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         with subprocess.Popen(
             command + ["--full"] * full, text=True, env=env,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         ) as child:  # fmt: skip
             try:
-                out, err = child.communicate(msgspec.json.encode(list(earlier)).decode(), timeout=limit_s)
+                given = msgspec.json.encode(list(earlier)).decode()
+                out, err = child.communicate(given, timeout=min(case.limit_s, left_s))
                 ending = ""
             except subprocess.TimeoutExpired:
                 end(child)
                 out, err = child.communicate()
-                ending = f"stopped after {limit_s:.0f} s"
+                ending = f"stopped after {case.limit_s:.0f} s" if case.limit_s <= left_s else NOT_REACHED
     sys.stderr.write(err)
     lines = out.splitlines()
     rows = [msgspec.json.decode(line, type=Row) for line in lines if line.startswith('{"what"')]

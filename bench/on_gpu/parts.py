@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MARK = "unverified without a GPU"
+#: Why a case has no figures if the time of its part was over: such a part is not done.
+NOT_REACHED = "not reached in the time of this part"
 
 
 class Statement(NamedTuple):

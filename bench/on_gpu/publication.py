@@ -44,10 +44,10 @@ def publish(model: str, tokens: int, place: Place) -> Iterator[Row]:
     reports = Reports()
     mode: Mode = "full" if model == "8B" else "selective"
     with trainer_of(model, order_for(model, place, tokens=tokens, mode=mode), reports=reports) as trainer:
+        shards = Policy.shards(trainer._policy)  # before they are gathered
         micro_batch = Repeated(trainer, answers)
         micro_batch()
         before_s = statistics.median(timed(micro_batch) for _ in range(place.repeats))
-        shards = Policy.shards(trainer._policy)
         for shard in shards.values():
             shard.mul_(1.001)
         trainer.start()

@@ -18,8 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import gpu
 from clients import steps
 from on_gpu import cases, models, roofline, training
-from on_gpu.parts import PARTS
+from on_gpu.parts import NOT_REACHED, PARTS
 from result import Result, Row
+
+from dora.trainer.model import Policy
+from dora.trainer.packing import PACKED
 
 BENCH = Path(__file__).parents[2] / "bench"
 BUDGET = 512
@@ -78,7 +81,8 @@ def test_operations_are_those_of_torch_and_half_of_the_scores_are_causal() -> No
     assert TINY.flops(answer, causal=True) == counter.get_total_flops() - half
 
 
-def test_both_sides_checkpoint_layers_where_memory_is_short(answers: steps.Answers, tmp_path: Path) -> None:
+def test_both_sides_checkpoint_layers_where_memory_is_short(tmp_path: Path) -> None:
+    answers = steps.draw_answers(4, num_tokens=400, vocab_size=TINY.vocab)
     place = cases.Place("cpu", tmp_path, repeats=1, earlier=[Row(roofline.PRODUCTS, 0.5, "TFLOP/s")])
     plain = list(training.measure_plain("tiny", answers, place, what="tiny, plain transformers", mode="full"))
     place = place._replace(earlier=[*place.earlier, *plain])
@@ -102,6 +106,18 @@ def test_mfu_is_that_of_the_datasheet_where_the_gpu_is_known(answers: steps.Answ
     assert (mfu.figure, mfu.ratio) == (pytest.approx(50), pytest.approx(494.5 / 800))
 
 
+def test_a_model_without_an_optimizer_keeps_its_weights(answers: steps.Answers, tmp_path: Path) -> None:
+    order = models.order_for("tiny", cases.Place("cpu", tmp_path), tokens=1_500)
+    with steps.one_rank("cpu"):
+        trainer = steps.make_trainer(order, layout=PACKED, policy_kind=models.WithoutOptimizer)
+        shards = Policy.shards(trainer._policy)
+        before = {name: shard.clone() for name, shard in shards.items()}
+        models.Repeated(trainer, answers)(closes=True)
+    assert trainer.grad_norm > 0
+    assert before.keys() == shards.keys()
+    assert all(torch.equal(shards[name], weights) for name, weights in before.items())
+
+
 def test_memory_that_does_not_suffice_leads_to_the_next_mode_and_is_a_row_after_the_last() -> None:
     def measure(mode: str) -> list[Row]:
         if mode != "full":
@@ -113,10 +129,13 @@ def test_memory_that_does_not_suffice_leads_to_the_next_mode_and_is_a_row_after_
     assert cases.first_that_fits(("none",), measure, what="tiny") == [failed]
 
 
-def test_a_case_beyond_its_time_is_a_row() -> None:
-    [case, *_] = cases.cases_of(PARTS["training-8B"], tiny=True)
-    found = cases.in_process("training-8B", 0, case, profile="cpu", limit_s=0.01, full=False)
-    assert found == ("", [Row("the roofline", None, against="stopped after 0 s")])
+@pytest.mark.parametrize(
+    ("limit_s", "left_s", "reason"), [(0.01, 9.0, "stopped after 0 s"), (9.0, 0.01, NOT_REACHED)], ids=["case", "part"]
+)
+def test_a_case_beyond_its_time_or_that_of_its_part_is_a_row(limit_s: float, left_s: float, reason: str) -> None:
+    case = roofline.ROOFLINE._replace(limit_s=limit_s)
+    found = cases.in_process("training-8B", 0, case, profile="cpu", left_s=left_s, full=False)
+    assert found == ("", [Row("the roofline", None, against=reason)])
 
 
 def test_a_part_is_done_when_every_case_was_reached(tmp_path: Path) -> None:
@@ -126,7 +145,7 @@ def test_a_part_is_done_when_every_case_was_reached(tmp_path: Path) -> None:
         return tmp_path / "gpu-x.json"
 
     assert not gpu.is_done(tmp_path / "gpu-x.json")
-    assert not gpu.is_done(result(Row("first", 1.0), Row("second", None, against=gpu.NOT_REACHED)))
+    assert not gpu.is_done(result(Row("first", 1.0), Row("second", None, against=NOT_REACHED)))
     assert gpu.is_done(result(Row("first", 1.0), Row("second", None, against="out of memory")))
 
 
@@ -143,7 +162,7 @@ def rows_in(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.deep
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", {part.module: part.name for part in PARTS.values()}.values())
 def test_every_part_runs_on_a_cpu_and_is_not_repeated(part: str, tmp_path: Path) -> None:
     code, said = run_gpu("--part", part, "--out", str(tmp_path))
     assert code == 0, said
