@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import signal
 import sys
 import tempfile
 import time
@@ -42,6 +43,7 @@ def main() -> None:
         return
     if options.profile == "gpu" and not has_gpu():
         sys.exit("no GPU here; --profile cpu runs the same code in tiny shapes")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no process of a case is left, and no folder
     folder = options.out or (RESULTS if options.profile == "gpu" else Path(tempfile.mkdtemp(prefix="dora-bench-gpu-")))
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.limit

@@ -157,6 +157,9 @@ def in_process(
                 end(child)
                 out, err = child.communicate()
                 ending = f"stopped after {case.limit_s:.0f} s" if case.limit_s <= left_s else NOT_REACHED
+            except BaseException:
+                end(child)
+                raise
     sys.stderr.write(err)
     lines = out.splitlines()
     rows = [msgspec.json.decode(line, type=Row) for line in lines if line.startswith('{"what"')]
@@ -171,10 +174,11 @@ def in_process(
 
 def end(process: subprocess.Popen[str]) -> None:
     """Kill a process and all that it started: a run has servers and ranks."""
-    started = psutil.Process(process.pid)
-    for one in (started, *started.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):
-            one.kill()
+    with suppress(psutil.NoSuchProcess):
+        for started in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                started.kill()
+    process.kill()
 
 
 def _room_for(num_bytes: int) -> str:

@@ -20,7 +20,7 @@ HOW = {False: "as they are", True: "compiled"}
 
 
 def cases(part: str, *, tiny: bool) -> list[Case]:
-    model, tokens = ("tiny", 2_048) if tiny else ("1.7B", 8_192)
+    model, tokens = ("tiny", 512) if tiny else ("1.7B", 8_192)
     return [
         Case(f"{model}, {tokens:,} tokens, layers {how}", partial(measure, model, tokens, compiled), limit_s=240.0)
         for compiled, how in HOW.items()

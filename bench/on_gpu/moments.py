@@ -25,7 +25,7 @@ STATES = {"device": "on the device", "8bit": "in 8 bits", "host": "on the host"}
 
 
 def cases(part: str, *, tiny: bool) -> list[Case]:
-    model, tokens = ("tiny", 2_048) if tiny else ("1.7B", 8_192)
+    model, tokens = ("tiny", 512) if tiny else ("1.7B", 8_192)
     return [
         Case(f"{model}: updates with moments on the host", partial(compare, model)),
         *(Case(f"{model}, moments {where}", partial(step, model, tokens, state)) for state, where in STATES.items()),

@@ -28,7 +28,7 @@ PUBLISH_S = 120.0
 
 
 def cases(part: str, *, tiny: bool) -> list[Case]:
-    sizes = (("tiny", 2_048),) if tiny else (("1.7B", 16_384), ("8B", 8_192))
+    sizes = (("tiny", 512),) if tiny else (("1.7B", 16_384), ("8B", 8_192))
     return [ROOFLINE] + [
         Case(
             f"{model}: a publication",

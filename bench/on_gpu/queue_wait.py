@@ -41,7 +41,7 @@ class UnwaitingTrainer(WatchedTrainer):
 
 
 def cases(part: str, *, tiny: bool) -> list[Case]:
-    model, tokens = ("tiny", 1_024) if tiny else ("0.1B", 8_192)
+    model, tokens = ("tiny", 256) if tiny else ("0.1B", 8_192)
     return [
         Case(WITHOUT, partial(measure, model, tokens, UnwaitingTrainer)),
         Case("a step", partial(measure, model, tokens, TimedTrainer)),

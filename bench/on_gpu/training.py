@@ -46,7 +46,7 @@ PLAIN_MODES: tuple[Mode, ...] = ("none", "full")
 
 
 def cases(part: str, *, tiny: bool) -> list[Case]:
-    model, sizes = ("tiny", (2_048, 4_096)) if tiny else (part.removeprefix("training-"), (16_384, 32_768, 8_192))
+    model, sizes = ("tiny", (512, 1_024)) if tiny else (part.removeprefix("training-"), (16_384, 32_768, 8_192))
     made = [ROOFLINE]
     for tokens in sizes:
         ours = partial(measure_ours, forecasts=tokens == sizes[0])
