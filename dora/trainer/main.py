@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -63,11 +65,10 @@ def main() -> None:
     try:
         end.connect(CONNECT_TIMEOUT_S)
         run(end, local_rank=int(environment["LOCAL_RANK"]))
-    except Exception as err:
-        _report_failure(end, rank, err)
-        if isinstance(err, DoraError):
-            raise SystemExit(1) from err
-        raise  # a bug: torchrun shows the traceback
+    except Exception as err:  # noqa: BLE001 the process ends, with the traceback in its log
+        if not isinstance(err, DoraError):
+            traceback.print_exc()  # a bug
+        _fail(end, err)
     finally:
         end.close()
 
@@ -223,10 +224,12 @@ def _fence_of(order: Configure) -> Callable[[], None]:
     return partial(pass_fence, Path(order.fence), epoch=order.epoch)
 
 
-def _fail(end: TrainerEnd, err: BaseException) -> None:
-    """Exit from a thread that writes, because the main thread may be waiting for a message."""
-    _report_failure(end, dist.get_rank(), err)
+def _fail(end: TrainerEnd, err: BaseException) -> NoReturn:
+    """Exit without waiting for other threads: where one that writes has failed, the main thread may be waiting for a
+    message; and where the main thread has, those that write may be waiting for ranks that are gone."""
+    _report_failure(end, int(os.environ["RANK"]), err)
     end.close()
+    sys.stdout.flush()
     os._exit(1)
 
 
