@@ -40,7 +40,7 @@ from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, MicroBatch, TrainerSettings
 from dora.transport.trainer_end import TrainerEnd
 from dora.weights.store import VersionStore
-from tests.trainer.publishing import Unpublished
+from tests.trainer.publishing import Unpublished, make_saver
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 32
@@ -234,7 +234,8 @@ def make_trainer(
     layout = layout or check_training(policy, dtype=settings.dtype).layout
     reports = reports or Reports()
     publisher = make_publisher(order, policy, reports) if publishes else cast(Publisher, Unpublished())
-    return trainer_kind(order, end=cast(TrainerEnd, reports), policy=policy, layout=layout, publisher=publisher)
+    end, saver = cast(TrainerEnd, reports), make_saver(order)
+    return trainer_kind(order, end=end, policy=policy, layout=layout, publisher=publisher, saver=saver)
 
 
 def make_publisher(order: Configure, policy: Policy, reports: Reports) -> Publisher:

@@ -43,7 +43,7 @@ from dora.trainer.publish import Publisher
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, MicroBatch, StepDone
 from dora.transport.trainer_end import TrainerEnd
-from tests.trainer.publishing import Unpublished, gather
+from tests.trainer.publishing import Unpublished, gather, make_saver
 
 Weights = dict[str, Tensor]
 
@@ -213,6 +213,7 @@ class Learner:
             policy=policy,
             layout=check_training(policy, dtype="float32").layout,
             publisher=cast(Publisher, self.versions),
+            saver=make_saver(order),
         )
         self._trainer.start()
 

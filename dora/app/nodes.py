@@ -339,8 +339,9 @@ class NodeRanks:
         found = {}
         for folder in self._opened.start.folders:
             manifest = read_manifest(folder)
-            if manifest is not None and manifest.world_size == self._each * len(self._places):
-                ranks = self._ranks_of(number)
+            if manifest is not None:
+                is_own = manifest.world_size == self._each * len(self._places)
+                ranks = self._ranks_of(number) if is_own else range(manifest.world_size)
                 found[folder.name] = FolderOrder(
                     files=manifest.files(ranks),
                     num_bytes=len(manifest.encode()) + sum(manifest.num_bytes[rank] for rank in ranks),

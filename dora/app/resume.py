@@ -163,7 +163,7 @@ def accept(recorded: Recorded, config: Config, settings: Settings, *, is_accepte
     ConfigError for settings that cannot change within a run and, unless `is_accepted`, for changes that alter the
     experiment.
     """
-    names = [name for name in settings.__struct_fields__ if name != "max_episodes"]
+    names = [name for name in settings.__struct_fields__ if name not in ("max_episodes", "num_ranks")]
     fixed = [n for n in names if getattr(settings, n) != getattr(recorded.settings, n)]
     if "steps" in fixed and not recorded.rollout_only and settings.steps > recorded.settings.steps:
         fixed.remove("steps")
@@ -194,7 +194,8 @@ def accept(recorded: Recorded, config: Config, settings: Settings, *, is_accepte
 
 def _decisions(config: Config) -> Settings:
     """Return the settings of the decision core that cannot change; held-out prompts are not known here."""
-    return replace(settings_of(config, eval_prompt_tokens=()), steps=0, micro_batch_tokens=0, max_episodes=0)
+    free = {"steps": 0, "num_ranks": 1, "micro_batch_tokens": 0, "max_episodes": 0}
+    return replace(settings_of(config, eval_prompt_tokens=()), **free)
 
 
 def _keys_that_change(derived: Callable[[Config], object], before: Config, after: Config) -> list[str]:

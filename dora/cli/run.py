@@ -51,6 +51,9 @@ def run(
     earlier = RunFolder.open(resume) if resume is not None else None
     reserved = RunFolder.reserved(into) if into is not None else None
     if earlier is not None and config_path is not None:
+        if config_path.is_dir():
+            two = f"{earlier.root} and {config_path}"
+            raise ConfigError(f"--resume: {two} are two folders; give one: did a pattern match both?")
         raise ConfigError(f"--resume: a run keeps its own configuration ({earlier.config}); omit {config_path}")
     with ExitStack() as held:
         if (own := earlier or reserved) is not None:

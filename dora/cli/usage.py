@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from pathlib import Path
+from typing import Any, Final
 
 import typer
 
 #: The base of all of typer's errors about a command line; it has no public name.
 UsageError: Any = typer.BadParameter.__bases__[0]
+_EXTRA: Final = re.compile(r"Got unexpected extra arguments? \((.*)\)")
 
 
 def is_request_for_help(err: Any) -> bool:
@@ -20,6 +23,8 @@ def describe(err: Any) -> str:
     text = str(err.format_message()).strip()
     if (option := getattr(err, "option_name", None)) and (keys := _keys_named(option)):
         return f"{text}; a setting is given as --set {' or --set '.join(f'{key}=VALUE' for key in keys)}"
+    if (extra := _EXTRA.match(text)) and any(Path(word).exists() for word in extra[1].split()):
+        text = f"{text.rstrip('.')}: give one path; did a pattern match several?"
     command = err.ctx.command_path if err.ctx is not None else "dora"
     return f"{text.rstrip('.')}; see {command} --help"
 

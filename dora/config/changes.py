@@ -32,6 +32,7 @@ OPERATIONAL: Final = (
     "environment.start_timeout_s",
     "environment.memory_mb",
     "environment.cores",
+    "trainer.ranks",
     "trainer.command",
     "trainer.address",
     "trainer.threads",

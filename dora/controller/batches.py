@@ -1,4 +1,8 @@
-"""Conversion of a planned wave and its records into the arrays of `MicroBatch` (dora/transport/messages.py)."""
+"""Conversion of a planned wave and its records into the arrays of `MicroBatch` (dora/transport/messages.py).
+
+A wave has as many parts as the run had ranks when it began, so that its lineage never depends on the ranks. A resume
+may have fewer, which then train several parts each, or more, of which some then get nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,11 +29,49 @@ def build_wave(
     groups: Mapping[GroupId, Group],
     group_size: int,
 ) -> list[MicroBatch]:
-    """Return one MicroBatch per rank; `groups` are those committed to the step, by id."""
+    """Return the parts of a wave, one for each rank with which the run began; `groups` are those committed to the step,
+    by id."""
     return [
         _build(order, trajectories, records=records, groups=groups, group_size=group_size)
         for trajectories in order.ranks
     ]
+
+
+def spread(wave: Sequence[MicroBatch], *, num_ranks: int) -> list[MicroBatch]:
+    """Return one MicroBatch for each of `num_ranks` ranks."""
+    if len(wave) == num_ranks:
+        return [*wave]
+    return [_merge(wave[rank::num_ranks] or [_emptied(wave[0])]) for rank in range(num_ranks)]
+
+
+def _merge(parts: Sequence[MicroBatch]) -> MicroBatch:
+    """Return one MicroBatch with the sequences of several."""
+    turns = max(_turns(part) for part in parts)
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _arrays(parts[0])}
+    arrays["rewards_to_go"] = np.concatenate([_padded(part, turns) for part in parts]) if turns else NO_TURNS
+    return msgspec.structs.replace(parts[0], **arrays)
+
+
+def _emptied(part: MicroBatch) -> MicroBatch:
+    nothing = {name: getattr(part, name)[:0] for name in _arrays(part)}
+    return msgspec.structs.replace(part, **nothing, rewards_to_go=NO_TURNS)
+
+
+def _arrays(part: MicroBatch) -> list[str]:
+    """Return the names of the fields with an entry for each sequence or token, without `rewards_to_go`."""
+    fields = (name for name in part.__struct_fields__ if isinstance(getattr(part, name), np.ndarray))
+    return [name for name in fields if name != "rewards_to_go"]
+
+
+def _turns(part: MicroBatch) -> int:
+    """Return the length of the last axis of `rewards_to_go`; 0 if no sibling had several turns."""
+    return part.rewards_to_go.shape[-1] if len(part.rewards_to_go) else 0
+
+
+def _padded(part: MicroBatch, turns: int) -> NDArray[np.float32]:
+    """Return `rewards_to_go` with this many turns: after a sibling's last turn, the value of that one."""
+    own = part.rewards_to_go if _turns(part) else part.group_rewards[:, :, None]
+    return np.concatenate([own, np.repeat(own[:, :, -1:], turns - own.shape[-1], axis=-1)], axis=-1)
 
 
 def _build(

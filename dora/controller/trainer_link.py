@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from dora.controller.batches import spread
 from dora.controller.lineage import Lineage
 from dora.core import events as ev
 from dora.core.ids import StepId
@@ -84,7 +85,7 @@ class TrainerLink:
     _to_keep: asyncio.Queue[dict[int, wire.CheckpointWritten]] = field(default_factory=asyncio.Queue)
 
     def train(self, wave: list[wire.MicroBatch], *, position: int) -> None:
-        """Queue one micro-batch per rank, to be sent once the journal is on the disk up to `position`."""
+        """Queue the parts of a wave, to be sent once the journal is on the disk up to `position`."""
         self._outbox.put_nowait((position, wave))
 
     def loops(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
@@ -123,9 +124,9 @@ class TrainerLink:
             await self.send(wave)
 
     async def send(self, wave: list[wire.MicroBatch]) -> None:
-        """Send one micro-batch to every rank once all are ready, waiting for space in each rank's window."""
+        """Send the parts of a wave to the ranks once all are ready, waiting for space in each rank's window."""
         await self._all_ready.wait()
-        for rank, batch in enumerate(wave):
+        for rank, batch in enumerate(spread(wave, num_ranks=self.num_ranks)):
             await self.end.send(rank, batch)
 
     async def receive_messages(self) -> None:

@@ -153,7 +153,10 @@ class ToolEnvironment(Environment):
         if not row.get("messages") and "prompt" not in row:
             raise ValueError(f"the row has no column 'messages' or 'prompt'; it has {', '.join(row) or 'none'}")
         messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-        return Reset(messages, tools=self.schemas())
+        tools = self.schemas()
+        if not tools:
+            raise TypeError(f"{type(self).__name__} has no tool: give it functions, or mark methods with @tool")
+        return Reset(messages, tools=tools)
 
     async def step(self, turn: Turn) -> Observation | End:
         if not turn.calls:

@@ -34,8 +34,8 @@ from dora.journal.tokens import read_tokens
 #: Maximum number of violations with an excerpt; each excerpt takes another pass over the journal.
 MAX_EXCERPTS: Final = 10
 
-#: Beginning of the change of a setting that only alters how a trainer rounds.
-_PASSES: Final = "trainer.micro_batch_tokens: "
+#: Beginnings of the changes of settings that only alter how a trainer rounds.
+_PASSES: Final = ("trainer.micro_batch_tokens: ", "trainer.ranks: ")
 
 #: The rule of a violation that is damage to a file.
 DAMAGE: Final = "damage"

@@ -1,20 +1,27 @@
 """Resumable checkpoints: one safetensors file per rank and a manifest, no pickle.
 
+A checkpoint is written by a thread of each rank, beside training: weights and moments change only in an update, and the
+next one waits until this rank's file is written (`Saver`).
+
 Invariant: a checkpoint is written under a temporary name, with the manifest last, synced, and then renamed. Where hosts
 have folders of their own, each renames its own, so a crash may leave a checkpoint on some hosts only. It is reported
 once all have it, and loaded only if all ranks have the same manifest. Loaded tensors are compared with a hash of the
 live weights and moments at the time of saving, so that a checkpoint that loads is the state that was saved. There is no
-generator state, because the trainer draws no random numbers. A checkpoint can only be loaded by as many ranks as wrote
-it.
+generator state, because the trainer draws no random numbers.
+
+Any number of ranks can load a checkpoint, if its folder has the files of all ranks that wrote it: each reads its own
+rows (trainer/resharding.py) and verifies the checksums of some of the files.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import torch
 import torch.distributed as dist
@@ -26,7 +33,14 @@ from torch import Tensor
 from dora import files
 from dora.core.ids import StepId
 from dora.errors import ConfigError
-from dora.trainer.full_disk import save_tensors, wait_for_space
+from dora.foreign import ForeignFileError
+from dora.trainer.agreement import gather_bytes, gather_flags, together
+from dora.trainer.buckets import TYPES, buckets_of
+from dora.trainer.full_disk import wait_for_space
+from dora.trainer.meeting import Meeting
+from dora.trainer.resharding import OwnRows, own_rows_of, read_rows
+from dora.trainer.side_stream import SideStream
+from dora.transport.messages import CheckpointWritten
 from dora.weights.checkpoints import (
     CheckpointManifest,
     folder_of,
@@ -35,7 +49,11 @@ from dora.weights.checkpoints import (
     set_aside,
     write_manifest,
 )
+from dora.weights.file_plan import TensorSpec, plan_files
 from dora.weights.store import checksum_of, clear_errors
+
+#: For one checkpoint, in case the file system hangs: 400 GB at 200 MB/s.
+SAVE_TIMEOUT_S: Final = 2_000.0
 
 
 class Damaged(ConfigError):
@@ -49,6 +67,7 @@ class Storage:
     parent: Path  # folder of checkpoint folders, on this host or shared with others
     ranks: tuple[int, ...]  # whose files are in these folders; the first one begins and completes them
     device: torch.device  # of collectives
+    meeting: Meeting  # of all ranks, for their threads that save
     fence: Callable[[], None]
 
     @property
@@ -80,28 +99,28 @@ class Loaded:
 
 
 def save(storage: Storage, *, step: StepId, chain: str, tensors: Mapping[str, Tensor]) -> SavedFiles:
-    """Write this rank's `tensors` for the boundary before `step`. A collective: return when all ranks have synced, and
-    all folders are in place."""
+    """Write this rank's `tensors` for the boundary before `step`; by one thread of each rank.
+
+    Return when all ranks have synced, and all folders are in place.
+    """
     target = folder_of(storage.parent, step=step, chain=chain)
-    written = target.with_name(f".{target.name}")
-    checksums = [digest.hex() for digest in _gather(bytes.fromhex(state_hash(tensors)), device=storage.device)]
+    written, meeting = target.with_name(f".{target.name}"), storage.meeting
     found = read_manifest(target, ranks=storage.ranks)
-    has_it = found is not None and found.state_checksums == checksums
-    if all(_gather_flags(has_it, device=storage.device)):
+    has_it = found is not None and _is_of(found, tensors, rank=meeting.rank, size=meeting.size)
+    if set(meeting.gather("has it" if has_it else "", what="a look for a checkpoint")) == {"has it"}:
         assert found is not None
         return SavedFiles.of(target, found, storage.ranks)  # requested twice, or a replayed step
     what = f"cannot write the checkpoint {target}"
     if storage.is_first:
         wait_for_space(partial(_begin, written, what))
-    dist.barrier()
-    mine = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-    path = rank_file(written, dist.get_rank())
-    wait_for_space(partial(_write, path, mine, what))
+    meeting.gather(what="the folder of a checkpoint")
+    path = rank_file(written, meeting.rank)
+    state = wait_for_space(partial(_write, path, tensors, what))
     with clear_errors(what):
-        about = bytes.fromhex(checksum_of(path)) + path.stat().st_size.to_bytes(8)
-    abouts = _gather(about, device=storage.device)
-    sizes, of_files = [int.from_bytes(one[-8:]) for one in abouts], [one[:-8].hex() for one in abouts]
-    manifest = CheckpointManifest(step, len(checksums), chain, checksums, sizes, of_files)
+        about = f"{state} {path.stat().st_size} {checksum_of(path)}"
+    abouts = [one.split() for one in meeting.gather(about, what="the files of a checkpoint")]
+    states, sizes, of_files = ([*column] for column in zip(*abouts, strict=True))
+    manifest = CheckpointManifest(step, meeting.size, chain, states, [*map(int, sizes)], of_files)
     if storage.is_first:
         wait_for_space(partial(_complete, written, manifest, what))
         with clear_errors(what):
@@ -109,8 +128,12 @@ def save(storage: Storage, *, step: StepId, chain: str, tensors: Mapping[str, Te
             files.remove(target)  # damaged
             files.rename(written, target)
             files.sync_folder(storage.parent)
-    dist.barrier()
+    meeting.gather(what="the end of a checkpoint")
     return SavedFiles.of(target, manifest, storage.ranks)
+
+
+def _is_of(manifest: CheckpointManifest, tensors: Mapping[str, Tensor], *, rank: int, size: int) -> bool:
+    return manifest.world_size == size and manifest.state_checksums[rank] == state_hash(tensors)
 
 
 def _begin(written: Path, what: str) -> None:
@@ -120,11 +143,26 @@ def _begin(written: Path, what: str) -> None:
         files.make_folder(written)
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], what: str) -> None:
+def _write(path: Path, tensors: Mapping[str, Tensor], what: str) -> str:
+    """Write and sync a file of tensors, some rows at a time; return `state_hash` of what was written."""
+    specs = [TensorSpec(name, TYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
+    plan = plan_files(specs, max_bytes=sum(spec.num_bytes for spec in specs))
+    [file] = plan.files
+    digest = xxhash.xxh3_128()
+    with clear_errors(what), path.open("wb") as opened:
+        opened.write(file.header)
+        opened.flush()
+        os.posix_fallocate(opened.fileno(), 0, file.num_bytes)
+        for name in sorted(tensors):
+            digest.update(name.encode())
+            opened.seek(plan.places[name].offset)
+            for data in buckets_of(tensors[name]):
+                digest.update(data)
+                opened.write(data)
     with clear_errors(what):
-        save_tensors(tensors, path)
         files.wrote(path)
         files.sync(path)
+    return digest.hexdigest()
 
 
 def _complete(written: Path, manifest: CheckpointManifest, what: str) -> None:
@@ -139,20 +177,22 @@ def load(storage: Storage, paths: Sequence[Path], *, tensors: Mapping[str, Tenso
     checkpoint is left and `may_start_over`, `tensors` stay as they are, for step 0.
     """
     skipped: list[str] = []
+    rows = own_rows_of(tensors, device=storage.device)
     for path in paths:
         reason = ""
-        manifest = _read_manifest(path, storage)
+        manifest = together(partial(_read_manifest, path, storage), device=storage.device)
         try:
             _require_same(path, manifest, device=storage.device)
-            stored = _read(path, manifest, tensors=tensors)
+            stored = _read(path, manifest, tensors=tensors, rows=rows)
         except Damaged as err:
             reason = str(err)
-        undamaged = _gather_flags(not reason, device=storage.device)
+        undamaged = gather_flags(not reason, device=storage.device)
         if all(undamaged):
             assert manifest is not None
             for name, tensor in tensors.items():
                 tensor.copy_(stored[name])
-            if state_hash(tensors) != manifest.state_checksums[dist.get_rank()]:
+            is_own = manifest.world_size == dist.get_world_size()
+            if is_own and state_hash(tensors) != manifest.state_checksums[dist.get_rank()]:
                 raise ConfigError(f"{path}: the loaded state differs from the saved one, but the file is undamaged")
             return Loaded(StepId(manifest.step), manifest.chain, tuple(skipped))
         if reason:
@@ -167,8 +207,18 @@ def load(storage: Storage, paths: Sequence[Path], *, tensors: Mapping[str, Tenso
 
 
 def _read_manifest(path: Path, storage: Storage) -> CheckpointManifest | None:
-    """Return the manifest of a checkpoint; None if this folder is incomplete, or has the name of another checkpoint."""
-    manifest = read_manifest(path, ranks=storage.ranks)
+    """Return the manifest of a checkpoint; None if this folder is incomplete, or has the name of another checkpoint.
+
+    ConfigError if the files of other ranks are needed, which are on other hosts.
+    """
+    found, world_size = read_manifest(path, ranks=()), dist.get_world_size()
+    if found is None:
+        return None
+    is_own = found.world_size == world_size
+    manifest = read_manifest(path, ranks=storage.ranks if is_own else None)
+    if manifest is None and not is_own and len(storage.ranks) < world_size:
+        files_of = f"{path} was written by {found.world_size} ranks, whose files are not all on this host"
+        raise ConfigError(f"{files_of}; set trainer.ranks to that number")
     if manifest is None or path != folder_of(path.parent, step=manifest.step, chain=manifest.chain):
         return None
     return manifest
@@ -177,18 +227,20 @@ def _read_manifest(path: Path, storage: Storage) -> CheckpointManifest | None:
 def _require_same(path: Path, manifest: CheckpointManifest | None, *, device: torch.device) -> None:
     """Raise Damaged unless all manifests of a checkpoint that were found are the same; a collective."""
     nothing = bytes(xxhash.xxh3_128().digest_size)
-    digests = _gather(nothing if manifest is None else xxhash.xxh3_128_digest(manifest.encode()), device=device)
+    digests = gather_bytes(nothing if manifest is None else xxhash.xxh3_128_digest(manifest.encode()), device=device)
     if len({*digests} - {nothing}) > 1:
         raise Damaged(f"{path} is not the same checkpoint on all hosts")
 
 
-def _read(path: Path, manifest: CheckpointManifest | None, *, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _read(
+    path: Path, manifest: CheckpointManifest | None, *, tensors: Mapping[str, Tensor], rows: Mapping[str, OwnRows]
+) -> dict[str, Tensor]:
     """Return this rank's part of a checkpoint, verified against its checksum."""
     rank = dist.get_rank()
     if manifest is None:
         raise Damaged(f"{path} is incomplete")
     if manifest.world_size != dist.get_world_size():
-        raise ConfigError(f"{path} was written by {manifest.world_size} ranks; set trainer.ranks to that number")
+        return _read_others(path, manifest, tensors=tensors, rows=rows)
     try:
         stored = load_file(rank_file(path, rank))
     except (OSError, SafetensorError) as err:
@@ -205,24 +257,73 @@ def _read(path: Path, manifest: CheckpointManifest | None, *, tensors: Mapping[s
     return stored
 
 
+def _read_others(
+    path: Path, manifest: CheckpointManifest, *, tensors: Mapping[str, Tensor], rows: Mapping[str, OwnRows]
+) -> dict[str, Tensor]:
+    """Return this rank's part of a checkpoint of another number of ranks; it verifies its share of the files."""
+    paths = [rank_file(path, rank) for rank in range(manifest.world_size)]
+    try:
+        for written_by in range(dist.get_rank(), manifest.world_size, dist.get_world_size()):
+            if checksum_of(paths[written_by]) != manifest.file_checksums[written_by]:
+                raise Damaged(f"{paths[written_by]} does not match its checksum")
+        return read_rows(paths, tensors=tensors, rows=rows)
+    except (OSError, SafetensorError, ForeignFileError) as err:
+        raise Damaged(f"{path} is damaged ({err})") from err
+
+
 def state_hash(tensors: Mapping[str, Tensor]) -> str:
     """Return the XXH3 hash (128 bits) of names and bytes."""
     digest = xxhash.xxh3_128()
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(tensors[name].detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        for data in buckets_of(tensors[name]):
+            digest.update(data)
     return digest.hexdigest()
 
 
-def _gather_flags(flag: bool, *, device: torch.device) -> list[bool]:
-    """Return the flags of all ranks; a collective."""
-    return [one != b"\0" for one in _gather(bytes([flag]), device=device)]
+class Saver:
+    """Writes checkpoints in the background, one at a time."""
 
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        report: Callable[[CheckpointWritten], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        """`report` is called in the writing thread, on the first rank of each folder; and so is `on_failure`, on every
+        rank, because the main thread may be waiting for a message."""
+        self.storage = storage
+        self._report = report
+        self._on_failure = on_failure
+        self._stream = SideStream(storage.device)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="saver")
+        self._under_way: Future[None] | None = None
 
-def _gather(own: bytes, *, device: torch.device) -> list[bytes]:
-    """Return the bytes of all ranks, equally many of each. They are gathered as tensors, because gathering objects
-    would pickle them."""
-    mine = torch.tensor(list(own), dtype=torch.uint8, device=device)
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, mine)
-    return [bytes(one.tolist()) for one in gathered]
+    def save(self, *, step: StepId, chain: str, tensors: Mapping[str, Tensor]) -> None:
+        """Start writing; raise the error of the previous checkpoint if that failed. Tensors must not change before
+        `wait` has returned."""
+        self.wait()
+        self._under_way = self._pool.submit(self._save, step, chain, tensors, self._stream.mark())
+        self._under_way.add_done_callback(self._on_done)
+
+    def wait(self) -> None:
+        """Wait until the checkpoint under way is complete."""
+        if self._under_way is not None:
+            self._under_way.result(SAVE_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Wait for the checkpoint under way and end the thread."""
+        self.wait()
+        self._pool.shutdown()
+
+    def _save(self, step: StepId, chain: str, tensors: Mapping[str, Tensor], mark: torch.cuda.Event | None) -> None:
+        with self._stream.after(mark):
+            saved = save(self.storage, step=step, chain=chain, tensors=tensors)
+        if self.storage.is_first:
+            names, folder = dict(saved.files), str(saved.folder)
+            self._report(CheckpointWritten(step, folder, num_bytes=saved.num_bytes, files=names, chain=chain))
+
+    def _on_done(self, job: Future[None]) -> None:
+        if (err := job.exception()) is not None:
+            self._on_failure(err)

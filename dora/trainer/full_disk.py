@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import TypeVar
-
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from dora.errors import one_line
 from dora.weights.store import StoreFull
@@ -21,21 +15,12 @@ from dora.weights.store import StoreFull
 FULL_TIMEOUT_S = 540.0
 _PAUSE_S = 2.0
 _T = TypeVar("_T")
-_NO_SPACE = f"os error {errno.ENOSPC}"
 
 
 def print_error(line: str) -> None:
     """Print a line to standard error, a file of the run."""
     with suppress(OSError):
         print(one_line(f"dora trainer: {line}"), file=sys.stderr, flush=True)  # noqa: T201
-
-
-def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file; raise OSError with the system's error number."""
-    try:
-        save_file(dict(tensors), path, metadata={"format": "pt"})
-    except SafetensorError as err:  # the library reports the system's error only as text
-        raise OSError(errno.ENOSPC if _NO_SPACE in str(err) else errno.EIO, str(err)) from err
 
 
 def wait_for_space(*attempts: Callable[[], _T]) -> _T:

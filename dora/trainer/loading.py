@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -42,8 +42,6 @@ from dora.errors import ConfigError
 from dora.model_files import indexed_files
 from dora.trainer.full_disk import print_error
 
-_T = TypeVar("_T")
-_MESSAGE_BYTES = 1000
 _FP8: Final = ("F8_E4M3", "F8_E5M2")
 
 
@@ -375,20 +373,3 @@ def stacks_rows(converter: WeightConverter) -> bool:
 def _expert(name: str) -> int:
     """Return the number of the expert in a tensor's name, the last number."""
     return int(re.findall(r"\.(\d+)\.", name)[-1])
-
-
-def together(work: Callable[[], _T], *, device: torch.device) -> _T:
-    """Return `work()`; if it raises ConfigError on any rank, raise the lowest rank's on every rank. A collective."""
-    own: ConfigError | None = None
-    try:
-        result = work()
-    except ConfigError as err:
-        own = err
-    problem = str(own or "").encode()[:_MESSAGE_BYTES]
-    mine = torch.tensor(list(problem.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8, device=device)
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, mine)  # tensors, because gathering objects would pickle them
-    for message in (bytes(one.tolist()).rstrip(b"\0").decode(errors="ignore") for one in gathered):
-        if message:
-            raise ConfigError(message) from own
-    return result

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -21,11 +25,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from dora.errors import ConfigError, DoraError, ProtocolError
 from dora.trainer.attention_gpu import describe
+from dora.trainer.checkpoint import Saver, Storage
 from dora.trainer.checkpointing import MODES, Mode
 from dora.trainer.copies import count_copies
 from dora.trainer.forecast import choose_mode
 from dora.trainer.forward_check import check_training
 from dora.trainer.full_disk import print_error
+from dora.trainer.meeting import Meeting
 from dora.trainer.memory import memory_errors, rank_memory, train_in_memory
 from dora.trainer.model import Policy, make_mesh, require_device
 from dora.trainer.optimizer import moment_bytes
@@ -59,11 +65,10 @@ def main() -> None:
     try:
         end.connect(CONNECT_TIMEOUT_S)
         run(end, local_rank=int(environment["LOCAL_RANK"]))
-    except Exception as err:
-        _report_failure(end, rank, err)
-        if isinstance(err, DoraError):
-            raise SystemExit(1) from err
-        raise  # a bug: torchrun shows the traceback
+    except Exception as err:  # noqa: BLE001 the process ends, with the traceback in its log
+        if not isinstance(err, DoraError):
+            traceback.print_exc()  # a bug
+        _fail(end, err)
     finally:
         end.close()
 
@@ -79,7 +84,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
     require_device(settings.device, index=local_rank)
     if settings.device == "cuda":
         torch.cuda.set_device(local_rank)
-    words = _join("nccl" if settings.device == "cuda" else "gloo")
+    first, second = _join("nccl" if settings.device == "cuda" else "gloo")
     mesh = make_mesh(settings.device)
     if settings.device != "cuda":
         _stop_listening()
@@ -101,8 +106,16 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
             shared_prompts=settings.shared_prompts,
             longest=settings.longest_request,
         )
-        publisher = _publisher(order, end, policy, words)
-        trainer = Trainer(order, end=end, policy=policy, layout=checked.layout, publisher=publisher, clock=clock)
+        fail = partial(_fail, end)
+        trainer = Trainer(
+            order,
+            end=end,
+            policy=policy,
+            layout=checked.layout,
+            publisher=_publisher(order, end, policy, PrefixStore("versions", first), fail),
+            saver=_saver(order, end, device, PrefixStore("checkpoints", second), fail),
+            clock=clock,
+        )
         trainer.start(note="; ".join(note for note in (checked.note, chosen) if note))
     clock.switch("waiting")
     while not isinstance(message := end.receive(MESSAGE_TIMEOUT_S), Stop):
@@ -116,7 +129,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
                 trainer.drop_checkpoint(message.name)
             case Configure():
                 raise ProtocolError("a second Configure")
-    publisher.close()
+    trainer.close()
     dist.destroy_process_group()
 
 
@@ -149,20 +162,20 @@ def _checkpointing(order: Configure, device: torch.device) -> tuple[Mode, str]:
     return mode, f"trainer.activation_checkpointing: {mode}, chosen to save memory" if mode != "none" else ""
 
 
-def _join(backend: str) -> Store:
-    """Join the process group that torchrun's environment describes; return a store for words between the ranks. Ranks
-    of one host use the file DORA_STORE as their store, because a TCPStore accepts commands from anyone who can reach
+def _join(backend: str) -> tuple[Store, Store]:
+    """Join the process group that torchrun's environment describes; return stores for two threads' words. Ranks of one
+    host use the file DORA_STORE as their store, because a TCPStore accepts commands from anyone who can reach
     its port. Ranks of several hosts use torchrun's TCPStore on the first host."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     file = os.environ.get("DORA_STORE")
     if file is None or int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size:
-        store, _, _ = next(rendezvous("env://"))
+        store: Any = next(rendezvous("env://"))[0]
     else:
         store = FileStore(file, world_size)
     store.set_timeout(COLLECTIVE_TIMEOUT)
     group = PrefixStore("group", store)
     dist.init_process_group(backend, store=group, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
-    return PrefixStore("versions", store.clone())  # a connection of its own: one that waits holds a lock
+    return store.clone(), store.clone()  # a connection each: one that waits holds its lock
 
 
 def _stop_listening() -> None:
@@ -174,20 +187,14 @@ def _stop_listening() -> None:
                 os.dup2(inert.fileno(), connection.fd, inheritable=False)
 
 
-def _publisher(order: Configure, end: TrainerEnd, policy: Policy, words: Store) -> Publisher:
-    def fail(err: BaseException) -> None:
-        """Exit from this thread, because the main thread may be waiting for a message."""
-        _report_failure(end, dist.get_rank(), err)
-        end.close()
-        os._exit(1)
-
+def _publisher(
+    order: Configure, end: TrainerEnd, policy: Policy, words: Store, fail: Callable[[BaseException], None]
+) -> Publisher:
     if dist.get_rank() == 0:
         words.set("writers", os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
     return Publisher(
         VersionStore(
-            memory_root=Path(order.memory_root),
-            durable_root=Path(order.durable_root),
-            fence=partial(pass_fence, Path(order.fence), epoch=order.epoch),
+            memory_root=Path(order.memory_root), durable_root=Path(order.durable_root), fence=_fence_of(order)
         ),
         policy=policy,
         model_path=Path(order.model_path),
@@ -197,6 +204,33 @@ def _publisher(order: Configure, end: TrainerEnd, policy: Policy, words: Store) 
         report=end.send,
         on_failure=fail,
     )
+
+
+def _saver(
+    order: Configure, end: TrainerEnd, device: torch.device, words: Store, fail: Callable[[BaseException], None]
+) -> Saver:
+    rank, size, fence = dist.get_rank(), dist.get_world_size(), _fence_of(order)
+    storage = Storage(
+        parent=Path(order.checkpoints),
+        ranks=order.ranks_here or tuple(range(size)),
+        device=device,
+        meeting=Meeting(words, rank=rank, size=size, fence=fence),
+        fence=fence,
+    )
+    return Saver(storage, report=end.send, on_failure=fail)
+
+
+def _fence_of(order: Configure) -> Callable[[], None]:
+    return partial(pass_fence, Path(order.fence), epoch=order.epoch)
+
+
+def _fail(end: TrainerEnd, err: BaseException) -> NoReturn:
+    """Exit without waiting for other threads: where one that writes has failed, the main thread may be waiting for a
+    message; and where the main thread has, those that write may be waiting for ranks that are gone."""
+    _report_failure(end, int(os.environ["RANK"]), err)
+    end.close()
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def _report_failure(end: TrainerEnd, rank: int, err: BaseException) -> None:

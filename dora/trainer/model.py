@@ -37,7 +37,8 @@ from transformers.models.auto.modeling_auto import (
 from dora.errors import ConfigError
 from dora.model_config import load_config, text_config
 from dora.trainer import attention, checkpointing
-from dora.trainer.loading import ModelFolder, Plan, load_shards, open_folder, plan, together
+from dora.trainer.agreement import together
+from dora.trainer.loading import ModelFolder, Plan, load_shards, open_folder, plan
 from dora.weights.file_plan import TensorSpec
 
 GATHERED_BYTES = 2 * 2**30  # float32 weights + gradients of the whole model on every rank

@@ -13,25 +13,20 @@ but for FP8, which gets the published type; rank 0 writes them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dora.trainer import buckets
+from dora.trainer.buckets import TYPES, rows_in
 from dora.trainer.loading import Conversion, as_published, own_rows, stacks_rows
 from dora.trainer.model import Policy
 from dora.weights.file_plan import TensorSpec
-
-#: Most bytes of weights that are converted, copied or gathered at a time, unless one row or conversion is larger.
-BUCKET_BYTES: Final = 64 * 2**20
-_TYPES: Final[Mapping[torch.dtype, str]] = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 
 
 class Piece(NamedTuple):
@@ -76,7 +71,7 @@ class Parts:
     def pieces(self) -> Iterator[Piece]:
         """Yield what this rank writes of its own, converted when it is asked for; all but `gather`."""
         for shard in self._shards:
-            step = rows_in(BUCKET_BYTES, shard.rows)
+            step = rows_in(buckets.BUCKET_BYTES, shard.rows)
             for start in range(0, len(shard.rows), step):
                 yield from self._published(shard.conversion, shard.row + start, shard.rows[start : start + step])
         if self._rank == 0:
@@ -97,7 +92,7 @@ class Parts:
         [name], [target] = conversion.sources, conversion.targets
         local, total = self._local(target), len(self._tensors[target])
         chunk = -(-total // self._world_size)
-        step = rows_in(BUCKET_BYTES // self._world_size, local)
+        step = rows_in(buckets.BUCKET_BYTES // self._world_size, local)
         for start in range(0, chunk, step):
             count = min(step, chunk - start)
             for rank, rows in enumerate(self._gather_to(owner, self._cast(name, local[start : start + count]), count)):
@@ -159,19 +154,14 @@ class Parts:
             for target in conversion.targets
         }
         for name, outline in as_published(self._policy.model, conversion, outlines).items():
-            yield TensorSpec(name, _TYPES[self._type(name, outline.dtype)], tuple(outline.shape))
+            yield TensorSpec(name, TYPES[self._type(name, outline.dtype)], tuple(outline.shape))
 
     def _untrained_spec(self, name: str) -> TensorSpec:
         spec = self._policy.untrained_specs[name]
         is_cast = name in self._policy.dequantised
-        return TensorSpec(name, _TYPES[self._dtype], spec.shape) if is_cast else spec
+        return TensorSpec(name, TYPES[self._dtype], spec.shape) if is_cast else spec
 
 
 def _is_local(conversion: Conversion) -> bool:
     """Return whether rows of the model can be published without the other rows."""
     return conversion.converter is None or stacks_rows(conversion.converter)
-
-
-def rows_in(num_bytes: int, tensor: Tensor) -> int:
-    """Return how many rows of a tensor fit into a number of bytes; at least one."""
-    return max(1, num_bytes // max(1, tensor.shape[1:].numel() * tensor.element_size()))

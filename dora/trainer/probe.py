@@ -27,8 +27,9 @@ from torch import Tensor
 from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.objectives.tokens import log_ratio
+from dora.trainer.agreement import together
 from dora.trainer.full_disk import print_error
-from dora.trainer.loading import load_shards, open_folder, together
+from dora.trainer.loading import load_shards, open_folder
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy
 from dora.trainer.packing import Layout, make_row

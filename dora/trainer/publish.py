@@ -4,7 +4,7 @@ Weights change only at an optimizer update. So a thread of each rank writes that
 next passes run, and only the next update waits for it (`until_written`). Rank 0 stages the folder, with room for every
 file, so that a full disk is found before anything is written. Each rank writes its parts at their planned offsets and,
 once all have, computes the checksums of some files. Then rank 0 seals the folder. The threads tell each other by words
-in a store of torch.distributed, because only the main thread may run collectives.
+(trainer/meeting.py), because only the main thread may run collectives.
 
 Invariant: a version number is published once. If the store already has it (a step replayed after a resume), the new
 bytes are only compared with the stored ones. A folder is sealed after all ranks have written and closed its files. On a
@@ -17,36 +17,29 @@ import itertools
 import json
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from dora.core.ids import VersionId
+from dora.trainer.buckets import bytes_of
 from dora.trainer.full_disk import wait_for_space
+from dora.trainer.meeting import PEER_TIMEOUT_S, Meeting
 from dora.trainer.model import Policy
 from dora.trainer.parts import Parts, Piece
+from dora.trainer.side_stream import SideStream
 from dora.transport.messages import VersionWritten
 from dora.weights.file_plan import INDEX, FilePlan, plan_files
-from dora.weights.store import MANIFEST, StoreError, VersionStore, checksum_of, checksum_of_files, clear_errors
+from dora.weights.store import MANIFEST, VersionStore, checksum_of, checksum_of_files, clear_errors
 
-_T = TypeVar("_T")
 #: For one version, in case the file system hangs.
-PUBLISH_TIMEOUT_S: Final = 900.0
-#: Of one rank for another, which may wait for space (FULL_TIMEOUT_S) and then write its part.
-PEER_TIMEOUT_S: Final = 800.0
-#: Of one attempt to read or write a word.
-LOOK_S: Final = 2.0
-#: What a rank has done when it says a word.
-_DONE: Final = {"folder": "made the folder of", "written": "written its part of", "checksums": "read its files of"}
+PUBLISH_TIMEOUT_S: Final = PEER_TIMEOUT_S + 100.0
 
 
 class Publisher:
@@ -71,15 +64,14 @@ class Publisher:
         self._store = store
         self._model_path = model_path
         self._dtype = dtype
-        self._words = words
-        self._words.set_timeout(timedelta(seconds=LOOK_S))
         self._rank = dist.get_rank()
+        self._meeting = Meeting(words, rank=self._rank, size=writers, fence=store.fence)
         self._writers = writers
         self._report = report
         self._on_failure = on_failure
         self._parts = Parts(policy, dtype=dtype, writers=writers)
         self._plan = plan_files(self._parts.specs)
-        self._stream = torch.cuda.Stream(policy.device) if policy.device.type == "cuda" else None
+        self._stream = SideStream(policy.device)
         self._count = 0  # of versions; the same on all ranks
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._written: Future[Path] | None = None
@@ -93,8 +85,7 @@ class Publisher:
         self._count += 1
         if self._rank >= self._writers:
             return
-        ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
-        self._written = self._pool.submit(self._write, version, gathered, ready)
+        self._written = self._pool.submit(self._write, version, gathered, self._stream.mark())
         self._sealed = self._pool.submit(self._seal, version, chain, self._written)
         self._sealed.add_done_callback(self._on_done)
 
@@ -119,14 +110,14 @@ class Publisher:
 
     # ---- in the thread ----------------------------------------------------------------------------------------------
 
-    def _write(self, version: VersionId, gathered: Sequence[Piece], ready: torch.cuda.Event | None) -> Path:
+    def _write(self, version: VersionId, gathered: Sequence[Piece], mark: torch.cuda.Event | None) -> Path:
         """Write this rank's parts; return the staged folder."""
         if self._rank == 0:
             folder = wait_for_space(*(partial(self._stage, version, root) for root in self._store.roots))
-            self._say("folder", str(folder))
+            self._meeting.say(self._word("folder"), str(folder))
         else:
-            folder = Path(self._hear("folder", rank=0))
-        with self._beside_training(ready):
+            folder = Path(self._meeting.hear(self._word("folder"), rank=0))
+        with self._stream.after(mark):
             for piece in itertools.chain(gathered, self._parts.pieces()):
                 wait_for_space(partial(write_piece, folder, self._plan, piece))
         return folder
@@ -142,21 +133,22 @@ class Publisher:
     def _seal(self, version: VersionId, chain: str, written: Future[Path]) -> None:
         """Compute this rank's share of the checksums; on rank 0, seal the version and report it."""
         folder = written.result()
-        self._say("written")
+        self._meeting.say(self._word("written"))
         for rank in range(self._writers):
-            self._hear("written", rank=rank)
+            self._meeting.hear(self._word("written"), rank=rank)
         mine = self._plan.files[self._rank :: self._writers]
         with clear_errors(f"cannot read version {version} in {folder}"):
-            self._say("checksums", json.dumps({file.name: checksum_of(folder / file.name) for file in mine}))
+            checksums = {file.name: checksum_of(folder / file.name) for file in mine}
+        self._meeting.say(self._word("checksums"), json.dumps(checksums))
         if self._rank == 0:
             self._report(self._complete(version, folder, chain))
 
     def _complete(self, version: VersionId, folder: Path, chain: str) -> VersionWritten:
         checksums: dict[str, str] = {}
         for rank in range(self._writers):
-            checksums |= json.loads(self._hear("checksums", rank=rank))
+            checksums |= json.loads(self._meeting.hear(self._word("checksums"), rank=rank))
         for rank, what in itertools.product(range(self._writers), ("folder", "written", "checksums")):
-            self._words.delete_key(self._key(what, rank))  # all ranks have heard them
+            self._meeting.forget(self._word(what), rank=rank)  # all have heard them
         replayed = version in {*self._store.live(), *self._store.durable()}
         made = {path.name: checksums.get(path.name) or checksum_of(path) for path in sorted(folder.iterdir())}
         manifest = self._store.seal(version, folder, chain=chain, checksums=checksums)
@@ -168,36 +160,8 @@ class Publisher:
             differs=checksum_of_files(made) if replayed and made != manifest.files else "",
         )
 
-    @contextmanager
-    def _beside_training(self, ready: torch.cuda.Event | None) -> Iterator[None]:
-        """On a GPU: copy in a stream of its own, after `ready`, so that passes do not wait for copies."""
-        if self._stream is None or ready is None:
-            yield
-            return
-        self._stream.wait_event(ready)
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def _key(self, what: str, rank: int) -> str:
-        return f"{self._count}/{what}/{rank}"
-
-    def _say(self, what: str, value: str = "") -> None:
-        self._insist(lambda: self._words.set(self._key(what, self._rank), value), what, rank=self._rank)
-
-    def _hear(self, what: str, *, rank: int) -> str:
-        return self._insist(lambda: self._words.get(self._key(what, rank)), what, rank=rank).decode()
-
-    def _insist(self, attempt: Callable[[], _T], what: str, *, rank: int) -> _T:
-        """Return the result of the first attempt within PEER_TIMEOUT_S that is not too slow."""
-        deadline = time.monotonic() + PEER_TIMEOUT_S
-        while True:
-            try:
-                return attempt()
-            except RuntimeError as err:  # of torch's stores
-                self._store.fence()  # the run may be over, or its folder gone, and the file of words with it
-                if isinstance(err, dist.DistNetworkError) or time.monotonic() > deadline:
-                    late = f"rank {rank} has not {_DONE[what]} a version in {PEER_TIMEOUT_S:g} s"
-                    raise StoreError(f"{late}; does it hang, or its disk?") from err
+    def _word(self, what: str) -> str:
+        return f"{what} of publication {self._count}"
 
 
 def make_files(folder: Path, plan: FilePlan) -> None:
@@ -214,7 +178,7 @@ def make_files(folder: Path, plan: FilePlan) -> None:
 def write_piece(folder: Path, plan: FilePlan, piece: Piece) -> None:
     """Write rows of a tensor to their place; StoreError if that fails."""
     place = plan.places[piece.name]
-    data = piece.rows.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    data = bytes_of(piece.rows)
     path = folder / place.file
     with clear_errors(f"cannot write {path}"):
         file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -47,7 +46,6 @@ from dora.trainer.publish import Publisher
 from dora.trainer.schedule import learning_rate
 from dora.trainer.spans import RankClock
 from dora.transport.messages import (
-    CheckpointWritten,
     Configure,
     MicroBatch,
     MicroBatchDone,
@@ -57,7 +55,6 @@ from dora.transport.messages import (
 )
 from dora.transport.trainer_end import TrainerEnd
 from dora.weights.checkpoints import checkpoints_in, drop, keep_only
-from dora.weights.fence import pass_fence
 from dora.weights.store import clear_errors
 
 #: Longest answer whose log-probs are sent: a message to the controller has at most 1 MiB.
@@ -85,6 +82,7 @@ class Trainer:
         policy: Policy,
         layout: Layout,
         publisher: Publisher,
+        saver: checkpoint.Saver,
         clock: RankClock | None = None,
     ) -> None:
         """`clock`: the clock of this process; None: a clock that begins now."""
@@ -107,12 +105,8 @@ class Trainer:
         self._probe = make_probe(order, policy=policy, layout=layout)
         self._step = StepId(0)
         self._chain = order.chain
-        self._storage = checkpoint.Storage(
-            parent=Path(order.checkpoints),
-            ranks=order.ranks_here or tuple(range(dist.get_world_size())),
-            device=policy.device,
-            fence=partial(pass_fence, Path(order.fence), epoch=order.epoch),
-        )
+        self._saver = saver
+        self._storage = saver.storage
         self._skipped: tuple[str, ...] = ()
         if order.owns_checkpoints and self._storage.is_first:
             with clear_errors(f"cannot clear {order.checkpoints}"):
@@ -340,24 +334,15 @@ class Trainer:
     # ---- weights and state ------------------------------------------------------------------------------------------
 
     def save_checkpoint(self) -> None:
-        """Write the state before the current step."""
+        """Begin to write the state before the current step, beside training."""
+        tensors = self._state() if self._before is None else self._before
         with self._clock.during("saving"):
-            saved = checkpoint.save(
-                self._storage,
-                step=self._step,
-                chain=self._chain,
-                tensors=self._state() if self._before is None else self._before,
-            )
-        if self._storage.is_first:
-            self._end.send(
-                CheckpointWritten(
-                    step=self._step,
-                    folder=str(saved.folder),
-                    num_bytes=saved.num_bytes,
-                    files=dict(saved.files),
-                    chain=self._chain,
-                )
-            )
+            self._saver.save(step=self._step, chain=self._chain, tensors=tensors)
+
+    def close(self) -> None:
+        """Wait until all that is being written is written; then nothing more can be."""
+        self._saver.close()
+        self._publisher.close()
 
     def drop_checkpoint(self, name: str) -> None:
         """Delete a checkpoint of the folder that the ranks own; if that fails, print an error and go on."""
@@ -398,10 +383,12 @@ class Trainer:
             self._publisher.publish(VersionId(self._step), chain=self._chain)
 
     def _await_writers(self) -> None:
-        """Wait until the weights, which are about to change, are written."""
+        """Wait until what is about to change, weights and moments, is written."""
         started = time.perf_counter()
         with self._clock.during("publishing"):
             self._publisher.until_written()
+        with self._clock.during("saving"):
+            self._saver.wait()
         self._write_wait_s += time.perf_counter() - started
 
     def _state(self) -> dict[str, Tensor]:

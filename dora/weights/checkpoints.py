@@ -75,9 +75,9 @@ def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
     files.sync_folder(folder)
 
 
-def read_manifest(folder: Path, *, ranks: Collection[int] = ()) -> CheckpointManifest | None:
-    """Return the manifest if the files of `ranks`, or else of all ranks, have the right sizes; None if the checkpoint
-    is torn, half deleted or absent."""
+def read_manifest(folder: Path, *, ranks: Collection[int] | None = None) -> CheckpointManifest | None:
+    """Return the manifest if the files of `ranks` (None: of all ranks) have the right sizes; None if the checkpoint is
+    torn, half deleted or absent."""
     try:
         data = foreign.read(folder / MANIFEST, max_bytes=_MAX_MANIFEST_BYTES)
         manifest = msgspec.json.decode(data, type=CheckpointManifest)
@@ -86,7 +86,7 @@ def read_manifest(folder: Path, *, ranks: Collection[int] = ()) -> CheckpointMan
             return None
         is_complete = all(
             foreign.size_of(rank_file(folder, rank)) == manifest.num_bytes[rank]
-            for rank in ranks or range(manifest.world_size)
+            for rank in (range(manifest.world_size) if ranks is None else ranks)
         )
     except (OSError, IndexError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, foreign.ForeignFileError):
         return None

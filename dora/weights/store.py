@@ -443,21 +443,23 @@ def _expose(written: Path, target: Path, *, fence: Callable[[], None]) -> None:
     """Sync everything under `written`, give it the permissions of the root, and rename it to `target` atomically.
 
     A torn `target` is replaced. A complete one is kept (the version was copied twice concurrently), and `written` is
-    deleted.
+    deleted. It is the rename that finds one: another process may make it visible at any moment before.
     """
     adopt(written, like=target.parent)
     for path in written.rglob("*"):
         files.sync_folder(path) if path.is_dir() else files.sync(path)
     files.sync_folder(written)
-    if _read_manifest(target) is None:
-        files.remove(target)
     fence()
-    try:
-        files.rename(written, target)
-    except OSError as err:
-        if err.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        files.remove(written)
+    while written.exists():
+        try:
+            files.rename(written, target)
+        except OSError as err:
+            if err.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            if _read_manifest(target) is not None:
+                files.remove(written)
+            else:
+                _delete(target)
     files.sync_folder(target.parent)
 
 

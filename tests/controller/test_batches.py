@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dora.controller.batches import build_wave
+from dora.controller.batches import build_wave, spread
 from dora.controller.lineage import Lineage
 from dora.controller.rollouts import RolloutWriter, rollout_files, train_rollouts
 from dora.controller.trainer_link import StepReport
@@ -131,6 +131,57 @@ def test_a_rank_without_work_gets_an_empty_micro_batch_of_the_same_wave() -> Non
     assert (empty.step, empty.index, empty.last) == (full.step, full.index, full.last) == (4, 3, False)
     assert empty.tokens.size == empty.trajectories.size == 0
     assert empty.group_rewards.shape == (0, G)
+
+
+# -- other numbers of ranks ------------------------------------------------------------------------------------------
+
+
+def rows_of(batch: MicroBatch) -> list[tuple[object, ...]]:
+    """Each sequence with all that belongs to it."""
+    ends = np.cumsum(batch.lengths)
+    rows = []
+    for n, end in enumerate(ends):
+        inside = slice(end - batch.lengths[n], end)
+        of_tokens = (getattr(batch, name)[inside].tolist() for name in ("tokens", "loss_mask", "behavior_logprobs"))
+        names = ("trajectories", "groups", "versions", "rewards", "group_rewards", "truncated", "sources")
+        rows.append((*map(tuple, of_tokens), *(str(getattr(batch, name)[n]) for name in names)))
+    return rows
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6])
+def test_parts_are_spread_over_other_ranks_and_each_sequence_keeps_what_belongs_to_it(num_ranks: int) -> None:
+    parts = wave((0, 1), (3,), (), (4, 5), index=2, last=True)
+    ranks = spread(parts, num_ranks=num_ranks)
+    assert len(ranks) == num_ranks
+    found = sorted(row for batch in ranks for row in rows_of(batch))
+    assert found == sorted(row for batch in parts for row in rows_of(batch))
+    marks = {(batch.step, batch.index, batch.last, batch.update, batch.closes) for batch in (*parts, *ranks)}
+    assert len(marks) == 1
+    for batch in ranks[4:]:
+        assert batch.tokens.size == batch.trajectories.size == batch.rewards_to_go.size == 0
+        assert batch.group_rewards.shape == (0, G)
+
+
+def test_parts_of_as_many_ranks_are_sent_as_they_are() -> None:
+    parts = wave((0,), (1,))
+    assert all(given is sent for given, sent in zip(parts, spread(parts, num_ranks=2), strict=True))
+
+
+def test_rewards_of_turns_are_padded_when_parts_with_fewer_turns_are_merged() -> None:
+    one, several = wave((0,)), wave((7,), groups=4)
+    part = msgspec.structs.replace(several[0], step=one[0].step)
+    part = msgspec.structs.replace(part, rewards_to_go=np.array([[[3, 2, 1], [5, 4, 4], [6, 6, 6]]] * 3, np.float32))
+    for parts in ([one[0], part], [part, one[0]]):
+        (merged,) = spread(parts, num_ranks=1)
+        assert merged.rewards_to_go.shape == (4, G, 3)
+        (single,) = np.flatnonzero(merged.trajectories == 0)
+        np.testing.assert_array_equal(
+            merged.rewards_to_go[single], np.stack([merged.group_rewards[single]] * 3, axis=-1)
+        )
+        others = np.flatnonzero(merged.trajectories == 7)
+        np.testing.assert_array_equal(merged.rewards_to_go[others], part.rewards_to_go)
+    (merged,) = spread([one[0], one[0]], num_ranks=1)
+    assert merged.rewards_to_go.size == 0
 
 
 # -- rollouts on disk -----------------------------------------------------------------------------------------------

@@ -64,6 +64,10 @@ MISTAKES = [
     ("run --set trainer.lr=1e-4", r"unknown key trainer.lr; did you mean trainer.learning_rate\?"),
     ("run --set steps=3", r"unknown key steps; did you mean run.steps\?"),
     ("run one.toml two.toml", r"unexpected extra argument.*two.toml"),
+    (
+        "audit gguf rows.jsonl",
+        r"extra argument \(rows.jsonl\): give one path; did a pattern match several\?",
+    ),
     ("view", r"dora view: give a run folder, or --demo"),
     ("audit", r"Missing argument 'DIR'"),
     ("check --gpus 8", r"--gpus 8: expected the number and the memory of the GPUs, such as 8x80GB"),

@@ -255,6 +255,11 @@ def test_an_episode_begins_with_the_prompt_or_the_messages_of_the_row():
     assert environment.reset({"prompt": "p", "messages": messages}).messages == messages
 
 
+def test_an_environment_without_a_tool_begins_no_episode():
+    with pytest.raises(TypeError, match=r"^ToolEnvironment has no tool: give it functions, or mark methods with @tool"):
+        ToolEnvironment().reset({"prompt": "p"})
+
+
 # --- reasoning_gym --------------------------------------------------------------------------------------------------
 
 

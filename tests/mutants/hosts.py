@@ -36,8 +36,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "checkpoint-not-written-again-where-a-host-lacks-it",
-            "    if all(_gather_flags(has_it, device=storage.device)):",
-            "    if has_it or all(_gather_flags(has_it, device=storage.device)):",
+            '    if set(meeting.gather("has it" if has_it else "", what="a look for a checkpoint")) == {"has it"}:',
+            '    if "has it" in meeting.gather("has it" if has_it else "", what="a look for a checkpoint"):',
             "test_a_checkpoint_that_one_host_alone_has_renamed_is_not_used_and_then_completed",
         ),
     ),

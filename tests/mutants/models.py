@@ -56,12 +56,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
     ),
     *of(
-        "dora/trainer/publish.py",
+        "dora/trainer/parts.py",
         "tests/trainer/test_kinds.py",
         (
             "untrained-tensors-get-the-published-type",
-            "kept[name] = tensor.to(getattr(torch, dtype)) if name in policy.dequantised else tensor",
-            "kept[name] = tensor.to(getattr(torch, dtype))",
+            "tensor.to(self._dtype) if name in self._policy.dequantised else tensor",
+            "tensor.to(self._dtype)",
             "test_the_tensors_of_a_vision_part_are_published_bit_for_bit",
         ),
     ),

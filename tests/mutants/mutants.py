@@ -563,8 +563,8 @@ _LINEAGE: Final = (
         "tests/weights/test_store.py",
         (
             "fence-not-asked-by-the-store",
-            "    fence()\n    try:",
-            "    try:",
+            "    fence()\n    while",
+            "    while",
             "test_a_process_of_a_controller_that_was_replaced_makes_no_version_visible",
         ),
         (

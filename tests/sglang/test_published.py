@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.embedded.conftest import Reference
 from tests.families import make_model
 from tests.sglang.conftest import PROMPT, Wire, serving
-from tests.trainer.publishing import load_policy, publish
+from tests.trainer.publishing import load_policy, published
 
 pytestmark = [pytest.mark.sglang, pytest.mark.deep, pytest.mark.timeout(600)]
 
@@ -35,7 +35,7 @@ async def test_published_experts_have_the_logprobs_of_transformers(tmp_path: Pat
     for seed in (0, 1):
         source = tmp_path / f"source{seed}"
         make_model("qwen3_moe", seed=seed).save_pretrained(source)
-        publish(load_policy(source), source, tmp_path / str(seed), dtype="float32")
+        published(load_policy(source), source, tmp_path / str(seed), dtype="float32")
     with serving("sglang", tmp_path / "0", tmp_path / "logs") as server:
         async with aiohttp.ClientSession(server.url) as http:
             wire = Wire(server, http)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -19,10 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from dora import files
 from dora.errors import DoraError
 from dora.trainer import checkpoint
+from dora.trainer.meeting import Meeting
 from dora.weights.checkpoints import checkpoints_in
 from dora.weights.fence import pass_fence, raise_fence
 
@@ -120,6 +124,14 @@ def _result(end: Connection) -> Any:
         end.close()
 
 
+def _end_with(peer: int) -> None:
+    """End this process when the peer was killed, as its main thread would in the next collective."""
+    try:
+        dist.recv(torch.zeros(1), src=peer)
+    except RuntimeError:
+        os._exit(1)
+
+
 def _run(
     rank: int,
     ranks: tuple[int, ...],
@@ -131,12 +143,22 @@ def _run(
 ) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     fence = partial(pass_fence, folder / "epoch", epoch=0)
-    storage = checkpoint.Storage(parent=folder, ranks=ranks, device=CPU, fence=fence)
+    words = PrefixStore("words", FileStore(f"{meeting}-words", 2))
+    gathering = Meeting(words, rank=rank, size=2, fence=fence)
+    storage = checkpoint.Storage(parent=folder, ranks=ranks, device=CPU, meeting=gathering, fence=fence)
+    peer = threading.Thread(target=_end_with, args=(1 - rank,), daemon=True)
+    peer.start()
     try:
         with files.observed(fault or (lambda operation: None)):
             end.send([job(storage) for job in jobs][-1])
     except DoraError as err:
         end.send(err)
+        peer.join(1.0)  # it may raise an error too; if it waits for this rank instead, it ends with it
+        return
     except RuntimeError as err:
         if "gloo" not in str(err):
             raise
+        return
+    with suppress(RuntimeError):  # the peer has ended
+        dist.send(torch.zeros(1), dst=1 - rank)
+        peer.join(WAIT_S)

@@ -34,7 +34,7 @@ from dora.trainer.packing import Layout
 from dora.trainer.step import Trainer
 from dora.transport.messages import NO_TURNS, TRUNCATIONS, Configure, MicroBatch, StepDone, TrainerSettings
 from tests.trainer.plain_trainer import Answer, PlainTrainer, Row, Training
-from tests.trainer.publishing import KeptVersions
+from tests.trainer.publishing import KeptVersions, make_saver
 
 VOCAB: Final = 23
 STEPS: Final = 3
@@ -249,6 +249,7 @@ class Rank:
         self.versions = KeptVersions(policy)
         self.trainer = _WithoutCheckpoints(
             order, end=self, policy=policy, layout=LAYOUTS[case.layout], publisher=self.versions,  # type: ignore[arg-type]
+            saver=make_saver(order),
         )  # fmt: skip
         self.trainer.start()
 

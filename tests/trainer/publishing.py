@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
 
 from dora.core.ids import VersionId
+from dora.trainer.checkpoint import Saver, Storage
+from dora.trainer.meeting import Meeting
 from dora.trainer.model import Policy, make_mesh
 from dora.trainer.parts import Parts
 from dora.trainer.publish import Publisher, copy_model_files, make_files, write_piece
-from dora.transport.messages import VersionWritten
+from dora.transport.messages import CheckpointWritten, Configure, VersionWritten
+from dora.weights.fence import pass_fence
 from dora.weights.file_plan import MAX_FILE_BYTES, plan_files
 from dora.weights.store import VersionStore
+
+_NUMBERS = itertools.count()
 
 
 def write(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -73,6 +81,9 @@ class Unpublished:
     def wait(self) -> None:
         """Do nothing."""
 
+    def close(self) -> None:
+        """Do nothing."""
+
 
 class KeptVersions(Unpublished):
     """In place of a publisher: keeps the weights of each version in memory, on rank 0."""
@@ -95,6 +106,29 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
+def words_of_ranks() -> Store:
+    """A store for words of one kind, in the order in which all ranks ask for one."""
+    return PrefixStore(f"words-{next(_NUMBERS)}", _get_default_store().clone())
+
+
+def make_saver(
+    order: Configure,
+    *,
+    report: Callable[[CheckpointWritten], None] = lambda _: None,
+    on_failure: Callable[[BaseException], None] = lambda _: None,
+) -> Saver:
+    """What saves the checkpoints of a rank; made in the same order by all ranks."""
+    size, fence = dist.get_world_size(), partial(pass_fence, Path(order.fence), epoch=order.epoch)
+    storage = Storage(
+        parent=Path(order.checkpoints),
+        ranks=tuple(range(size)),
+        device=torch.device(order.settings.device),
+        meeting=Meeting(words_of_ranks(), rank=dist.get_rank(), size=size, fence=fence),
+        fence=fence,
+    )
+    return Saver(storage, report=report, on_failure=on_failure)
+
+
 def make_publisher(
     policy: Policy,
     source: Path,
@@ -105,6 +139,6 @@ def make_publisher(
 ) -> Publisher:
     """The publisher of a single rank."""
     return Publisher(
-        store, policy=policy, model_path=source, dtype="float32", words=HashStore(), writers=1, report=report,
+        store, policy=policy, model_path=source, dtype="float32", words=words_of_ranks(), writers=1, report=report,
         on_failure=on_failure,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from dora.trainer.packing import Layout
 from dora.trainer.step import Trainer
 from dora.transport.messages import MicroBatchDone, RankSpans, empty_micro_batch
 from dora.weights.store import VersionStore, checksum_of_files
-from tests.trainer.publishing import load_policy, make_publisher
+from tests.trainer.publishing import load_policy, make_publisher, make_saver
 
 CHAIN = "0a1b2c3d4e5f"
 
@@ -52,7 +52,7 @@ def test_a_wave_of_another_history_is_not_trained(tmp_path):
     policy = load_policy(seed_path())
     store = VersionStore(memory_root=tmp_path / "memory", durable_root=tmp_path / "durable")
     publisher = make_publisher(policy, seed_path(), store)
-    trainer = Trainer(order, end=end, policy=policy, layout=Layout(), publisher=publisher)
+    trainer = Trainer(order, end=end, policy=policy, layout=Layout(), publisher=publisher, saver=make_saver(order))
     batch = empty_micro_batch(step=0, index=0, last=False, group_size=2)
     with pytest.raises(ProtocolError, match="micro-batch 0/0 belongs to another history: it follows another"):
         trainer.train(msgspec.structs.replace(batch, parent="another"))

@@ -169,7 +169,9 @@ def test_a_checkpoint_of_fewer_ranks_is_refused_by_name(hosts: Hosts) -> None:
         (newest(hosts, rank) / MANIFEST).write_text(json.dumps(one_rank | {"world_size": 1}))
     first, _ = hosts.run(partial(load, steps=[2, 1]))
     assert isinstance(first, ConfigError)
-    assert "was written by 1 ranks; set trainer.ranks to that number" in str(first)
+    assert "was written by 1 ranks, whose files are not all on this host; set trainer.ranks to that number" in str(
+        first
+    )
 
 
 def test_a_host_that_follows_a_newer_controller_makes_nothing_visible_and_nobody_uses_the_rest(hosts: Hosts) -> None:

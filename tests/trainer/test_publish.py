@@ -19,14 +19,15 @@ from torch._C._distributed_c10d import HashStore
 
 from dora.errors import DoraError
 from dora.seed.policy import path as seed_path
-from dora.trainer import parts, publish
+from dora.trainer import buckets, meeting
 from dora.trainer.model import Policy
 from dora.trainer.packing import Layout
+from dora.trainer.parts import Parts
 from dora.trainer.publish import Publisher
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, VersionWritten
 from dora.weights.store import VersionStore
-from tests.trainer.publishing import Unpublished, gather, load_policy, make_publisher
+from tests.trainer.publishing import Unpublished, gather, load_policy, make_publisher, make_saver
 
 UPDATES = 2
 
@@ -81,7 +82,8 @@ def test_weights_change_only_after_the_wait_for_their_writers(policy: Policy, tm
         resume_from=(), may_start_over=False, chain="", epoch=0, fence="",
     )  # fmt: skip
     watched = Watched(policy)
-    trainer = Trainer(order, end=End(), policy=policy, layout=Layout(), publisher=watched)  # type: ignore[arg-type]
+    saver = make_saver(order)
+    trainer = Trainer(order, end=End(), policy=policy, layout=Layout(), publisher=watched, saver=saver)  # type: ignore[arg-type]
     trainer.start()
     for step in range(3):
         answers = make_groups(2, version=step, seed=step)
@@ -111,23 +113,23 @@ def test_a_version_has_the_weights_of_its_moment_whatever_comes_after_the_wait(
 
 
 def test_a_thread_converts_no_more_than_a_bucket_at_a_time(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "BUCKET_BYTES", 4_096)
-    for piece in parts.Parts(policy, dtype="float32", writers=1).pieces():
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 4_096)
+    for piece in Parts(policy, dtype="float32", writers=1).pieces():
         assert piece.rows.numel() * 4 <= 4_096 or len(piece.rows) == 1
 
 
 def test_a_rank_that_does_not_write_its_part_is_named(
     policy: Policy, store: VersionStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publish, "PEER_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(publish, "LOOK_S", 0.05)
+    monkeypatch.setattr(meeting, "PEER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(meeting, "ATTEMPT_S", 0.05)
     failures: list[BaseException] = []
     publisher = Publisher(
         store, policy=policy, model_path=seed_path(), dtype="float32", words=HashStore(), writers=2,
         report=lambda _: None, on_failure=failures.append,
     )  # fmt: skip
     publisher.publish(0, chain="")
-    with pytest.raises(DoraError, match=r"^rank 1 has not written its part of a version in 0\.2 s"):
+    with pytest.raises(DoraError, match=r"^rank 1 has not reached 'written of publication 1' in 0\.2 s"):
         publisher.close()
     assert len(failures) == 1
     assert store.live() == []

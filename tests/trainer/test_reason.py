@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -35,6 +36,28 @@ if __name__ == "__main__":
 """
 
 
+#: Its main thread fails while a thread that writes waits for another rank.
+FAILS = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from dora.errors import RunFailed
+from dora.trainer import main
+
+class End:
+    def connect(self, timeout_s): pass
+    def try_send(self, message): print(message.reason, flush=True)
+    def close(self): pass
+
+def run(end, *, local_rank):
+    ThreadPoolExecutor(1).submit(time.sleep, 60.0)
+    raise {"bug": KeyError("x"), "known": RunFailed("no more")}[sys.argv[1]]
+
+main.TrainerEnd = lambda **_: End()
+main.run = run
+main.main()
+"""
+
+
 def test_doras_own_errors_are_reported_unchanged() -> None:
     assert reason_of(ProtocolError("group 7\nis too old")) == "group 7 is too old"
 
@@ -59,3 +82,15 @@ def test_a_rank_left_alone_in_a_collective_says_so(tmp_path) -> None:
     )
     said = "a collective with another rank failed: that rank ended or hangs; see the trainer's log"
     assert said in done.stdout
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("kind", "reason"), [("bug", "KeyError('x')"), ("known", "no more")])
+def test_a_rank_that_fails_does_not_wait_for_its_other_threads(kind: str, reason: str) -> None:
+    ranks = {"DORA_CONTROLLER": "", "DORA_TOKEN": "", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", FAILS, kind], capture_output=True, text=True, timeout=45, env={**os.environ, **ranks}
+    )
+    assert done.returncode == 1
+    assert done.stdout.strip() == reason
+    assert ("Traceback" in done.stderr) == (kind == "bug")

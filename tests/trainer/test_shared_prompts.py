@@ -24,7 +24,7 @@ from dora.trainer.packing import SHARE_ABOVE, Layout, PromptTokens, make_row, pr
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure
 from tests.families import make_model
-from tests.trainer.publishing import Unpublished
+from tests.trainer.publishing import Unpublished, make_saver
 
 CPU = torch.device("cpu")
 SHARED = Layout(share_above=SHARE_ABOVE["on"])
@@ -215,7 +215,7 @@ def stepped(folder: Path, model_path: Path, layout: Layout, waves: Sequence[Sequ
         memory_root=str(folder), durable_root=str(folder), checkpoints=str(folder), resume_from=(),
         may_start_over=False, chain="0" * 32, epoch=0, fence=str(folder / "epoch"),
     )  # fmt: skip
-    trainer = Trainer(order, end=End(), policy=policy, layout=layout, publisher=Unpublished())
+    trainer = Trainer(order, end=End(), policy=policy, layout=layout, publisher=Unpublished(), saver=make_saver(order))
     for index, answers in enumerate(waves):
         trainer.train(in_history(make_batch(answers, step=0, index=index, last=index == len(waves) - 1)))
     return {name: shard.clone() for name, shard in policy.shards().items()}

@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from conftest import SETTINGS, chain_of, in_history, make_batch, make_groups, mini_batches
 from torch import Tensor
-from torch.distributed import FileStore
 
 from dora.objectives.objective import Objective, Terms
 from dora.objectives.tokens import Tokens
@@ -30,6 +29,7 @@ from dora.transport.messages import Configure, MicroBatch, StepDone
 from dora.weights.checkpoints import folder_of
 from dora.weights.fence import raise_fence
 from dora.weights.store import VersionStore
+from tests.trainer.publishing import make_saver, words_of_ranks
 
 RANKS, UPDATES = 2, 2
 #: Two steps of four groups; in the second one, those of version 0 come first.
@@ -74,7 +74,15 @@ class Rank:
         )
         policy = Policy(model_path, mesh=make_mesh("cpu"), dtype=torch.float32)
         self.publisher = self._publisher(order, policy)
-        self.trainer = Trainer(order, end=self, policy=policy, layout=Layout(), publisher=self.publisher)  # type: ignore[arg-type]
+        saver = make_saver(order, report=self.send)
+        self.trainer = Trainer(
+            order,
+            end=self,
+            policy=policy,
+            layout=Layout(),
+            publisher=self.publisher,
+            saver=saver,  # type: ignore[arg-type]
+        )
         self.trainer._objective.__class__ = Watched
         self.seen = self.trainer._objective.seen = []  # type: ignore[attr-defined]
         self.trainer.start()
@@ -84,10 +92,9 @@ class Rank:
 
     def _publisher(self, order: Configure, policy: Policy) -> Publisher:
         store = VersionStore(memory_root=Path(order.memory_root), durable_root=Path(order.durable_root))
-        words = FileStore(str(Path(order.memory_root).with_name("words")), RANKS)
         return Publisher(
-            store, policy=policy, model_path=Path(order.model_path), dtype="float32", words=words, writers=RANKS,
-            report=self.send, on_failure=partial(print),
+            store, policy=policy, model_path=Path(order.model_path), dtype="float32", words=words_of_ranks(),
+            writers=RANKS, report=self.send, on_failure=partial(print),
         )  # fmt: skip
 
     def train(self, step: int, *, end: int | None = None) -> list[MicroBatch]:
@@ -171,6 +178,7 @@ def check_resume(folder: Path, model_path: Path, metrics: list[dict[str, float]]
     rank.train(0)
     rank.train(1, end=3)
     rank.trainer.save_checkpoint()
+    rank.trainer.close()
     saved = folder_of(folder / "checkpoints", step=1, chain=chain_of(1))  # type: ignore[arg-type]
     resumed = Rank(folder, model_path, resume_from=(str(saved),))
     resumed.train(1)

@@ -45,7 +45,7 @@ from tests.trainer.conftest import (
     make_model_folder,
     mini_batches,
 )
-from tests.trainer.publishing import KeptVersions
+from tests.trainer.publishing import KeptVersions, make_saver
 
 ROOT: Final = Path(__file__).parents[2]
 WORLD_SIZES: Final = (1, 2, 4)
@@ -171,6 +171,7 @@ class Rank:
             policy=policy,
             layout=Layout(padded=case.packing == "padded"),
             publisher=self.versions,  # type: ignore[arg-type]
+            saver=make_saver(order),
         )
 
     def train(self, step: int, answers: list[Answer], *, first: int = 0, end: int | None = None) -> None:
@@ -207,11 +208,13 @@ def resume_in_mid_step(folder: Path) -> list[str]:
     first.train(1, STEPS[1], end=7)  # three waves an update: two updates are made, and the third is begun
     first.trainer.save_checkpoint()
     first.train(1, STEPS[1], first=7)
+    first.trainer._saver.wait()
     written = folder_of(folder / "checkpoints", step=StepId(1), chain=chain_of(1))
     second = Rank(case, folder, checkpoints="resumed", resume_from=str(written))
     second.train(1, STEPS[1])
     for rank in (first, second):
         rank.trainer.save_checkpoint()
+        rank.trainer.close()
     end = folder_of(Path(), step=StepId(2), chain=chain_of(2)).name
     return [(folder / parent / end / "manifest.json").read_text() for parent in ("checkpoints", "resumed")]
 

@@ -18,6 +18,7 @@ from dora import files
 from dora.core.ids import VersionId
 from dora.files import Operation, observed
 from dora.journal.access import restrict
+from dora.weights import store as weights_store
 from dora.weights.fence import StaleEpoch, pass_fence, raise_fence
 from dora.weights.store import (
     MANIFEST,
@@ -201,6 +202,35 @@ def test_copies_of_one_version_at_the_same_time_leave_one_complete_version(store
         for copied in [threads.submit(store.copy_durable, 1) for _ in range(8)]:
             copied.result()
     assert store.durable() == [1]
+    assert visible(tmp_path / "durable") == ["v000001"]
+
+
+def test_a_copy_that_became_complete_at_the_last_moment_is_kept(
+    store: VersionStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process makes it visible just after this one has looked, or just before it renames its own."""
+    publish(store, 1)
+    target, look = tmp_path / "durable" / "v000001", weights_store._read_manifest
+    looks, inodes = 0, list[int]()
+
+    def copy_once() -> None:
+        if not inodes:
+            inodes.append(0)
+            store.copy_durable(1)
+            inodes[0] = target.stat().st_ino
+
+    def looked_at(path: Path) -> weights_store.Manifest | None:
+        nonlocal looks
+        found = look(path)
+        looks += path == target and not inodes
+        if looks == 2:  # the first look is whether there is anything to do
+            copy_once()
+        return found
+
+    monkeypatch.setattr(weights_store, "_read_manifest", looked_at)
+    with observed(lambda operation: copy_once() if operation.kind == "rename" else None):
+        store.copy_durable(1)
+    assert [target.stat().st_ino] == inodes
     assert visible(tmp_path / "durable") == ["v000001"]
 
 

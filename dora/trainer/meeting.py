@@ -1,0 +1,72 @@
+"""Words between the threads of ranks, which may not run collectives: those are for the main threads.
+
+Words are keys of a store of torch.distributed, which all ranks reach. Invariant: a word is said once by each rank and
+heard by any; every wait for one ends after PEER_TIMEOUT_S, or as soon as the fence no longer lets this rank pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final, TypeVar
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from dora.trainer.full_disk import FULL_TIMEOUT_S
+from dora.weights.store import StoreError
+
+_T = TypeVar("_T")
+#: Longest wait of one rank for another, which may wait for space and then write its part.
+PEER_TIMEOUT_S: Final = FULL_TIMEOUT_S + 260.0
+#: Of one attempt to say or hear a word. A FileStore whose file was deleted waits for all of its timeout.
+ATTEMPT_S: Final = 2.0
+
+
+class Meeting:
+    """Ranks 0 to `size` - 1, which say and hear the same words in the same order."""
+
+    def __init__(self, words: Store, *, rank: int, size: int, fence: Callable[[], None]) -> None:
+        """`words`: of these ranks, and of nothing else. `fence` raises if this rank's work is not needed any more."""
+        self._words = words
+        self._words.set_timeout(timedelta(seconds=ATTEMPT_S))
+        self._fence = fence
+        self._gathered = 0  # how many times
+        self._said = ""  # the last word of `gather`
+        self.rank, self.size = rank, size
+
+    def say(self, what: str, value: str = "") -> None:
+        """Say a word to all ranks. `what`: unique among those of this rank."""
+        self._insist(lambda: self._words.set(f"{what}/{self.rank}", value), what, rank=self.rank)
+
+    def hear(self, what: str, *, rank: int) -> str:
+        """Wait for a word of a rank. StoreError if it is not said in PEER_TIMEOUT_S."""
+        return self._insist(lambda: self._words.get(f"{what}/{rank}"), what, rank=rank).decode()
+
+    def forget(self, what: str, *, rank: int) -> None:
+        """Delete a word that all have heard who will."""
+        self._words.delete_key(f"{what}/{rank}")
+
+    def gather(self, own: str = "", *, what: str) -> list[str]:
+        """Return the words of all ranks, in their order, once all have called this; by one thread of each rank."""
+        self._gathered += 1
+        word = f"{self._gathered}: {what}"
+        self.say(word, own)
+        heard = [self.hear(word, rank=rank) for rank in range(self.size)]
+        if self._said:
+            self.forget(self._said, rank=self.rank)  # others may still hear the new one, but not the one before
+        self._said = word
+        return heard
+
+    def _insist(self, attempt: Callable[[], _T], what: str, *, rank: int) -> _T:
+        """Return the result of the first attempt that is not too slow."""
+        deadline = time.monotonic() + PEER_TIMEOUT_S
+        while True:
+            try:
+                return attempt()
+            except RuntimeError as err:  # of torch's stores
+                self._fence()  # the run may be over, or its folder gone, and the file of words with it
+                if isinstance(err, dist.DistNetworkError) or time.monotonic() > deadline:
+                    late = f"rank {rank} has not reached {what!r} in {PEER_TIMEOUT_S:g} s"
+                    raise StoreError(f"{late}; does it hang, or its disk?") from err

@@ -1,0 +1,73 @@
+"""A checkpoint of another number of ranks: which of its rows this rank has.
+
+Ranks have the rows (dimension 0) of every tensor in chunks, in their own order, and so have the files of a checkpoint:
+one file after the other has the whole tensor. That also holds for moments in 8 bits, whose blocks never span two rows
+of a matrix. Numbers (update counts) are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+from dora.errors import ConfigError
+
+
+class OwnRows(NamedTuple):
+    """OwnRows of a whole tensor that this rank has."""
+
+    start: int
+    stop: int
+    total: int  # of the whole tensor
+
+
+def own_rows_of(tensors: Mapping[str, Tensor], *, device: torch.device) -> dict[str, OwnRows]:
+    """Return this rank's rows of each tensor that has any; a collective. `device`: of collectives."""
+    mine = torch.tensor([len(tensor) if tensor.dim() else 0 for tensor in tensors.values()], device=device)
+    counts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, mine)
+    ends = torch.stack(counts).cumsum(0)
+    starts = ends[dist.get_rank()] - mine
+    found = zip(tensors, starts.tolist(), ends[dist.get_rank()].tolist(), ends[-1].tolist(), strict=True)
+    return {name: OwnRows(start, stop, total) for name, start, stop, total in found}
+
+
+def read_rows(
+    paths: Sequence[Path], *, tensors: Mapping[str, Tensor], rows: Mapping[str, OwnRows]
+) -> dict[str, Tensor]:
+    """Return this rank's part of a checkpoint, whose files are in the order of the ranks that wrote them.
+
+    ConfigError if they belong to another model; OSError or SafetensorError if they cannot be read.
+    """
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+        for path, file in zip(paths, files, strict=True):
+            if other := sorted(tensors.keys() ^ set(file.keys())):
+                raise ConfigError(f"{path.parent} belongs to another model: {other[0]} does not match")
+        return {name: _read(paths[0].parent, files, name, tensor, rows[name]) for name, tensor in tensors.items()}
+
+
+def _read(folder: Path, files: Sequence[Any], name: str, like: Tensor, rows: OwnRows) -> Tensor:
+    if not like.dim():
+        whole: Tensor = files[0].get_tensor(name)
+        return whole
+    parts, end = [], 0
+    for file in files:
+        stored = file.get_slice(name)
+        count, *shape = stored.get_shape()
+        first, last = max(rows.start - end, 0), min(rows.stop - end, count)
+        if shape != list(like.shape[1:]):
+            raise ConfigError(f"{folder} belongs to another model: {name} has rows of shape {tuple(shape)}")
+        if first < last:
+            parts.append(stored[first:last])
+        end += count
+    if end != rows.total:
+        raise ConfigError(f"{folder} belongs to another model: {name} has {end} rows, expected {rows.total}")
+    return torch.cat(parts) if parts else torch.empty_like(like, device="cpu")

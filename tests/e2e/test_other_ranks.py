@@ -1,0 +1,47 @@
+"""A resume with another number of ranks: they load what others have saved, and train the same waves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.journal.run_folder import RunFolder
+from tests.e2e.runs import Run, assert_audit_clean, events_of, orders_of, small
+
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
+
+STEPS = 9
+
+
+def trained_after(folder: RunFolder) -> list[int]:
+    return [event.step for event in events_of(folder, ev.TrainerReady)]
+
+
+def test_a_run_goes_on_with_fewer_ranks_and_then_with_more(tmp_path: Path) -> None:
+    with Run(*small(tmp_path, trainer__ranks=2, run__steps=STEPS, trainer__checkpoint_every=2)) as run:
+        folder = run.folder
+        run.until_trained(3)
+        run.process.kill()  # the next ranks train a step again, from a checkpoint
+        run.end()
+    for ranks, until in ((1, 6), (3, STEPS)):
+        changes = ["--set", "status.port=0", "--set", f"trainer.ranks={ranks}"]
+        with Run("--resume", str(folder.root), *changes) as run:
+            if until < STEPS:
+                run.until_trained(until)
+                run.interrupt()
+                assert run.end() == 130, run.told()
+            else:
+                assert run.end() == 0, run.told()
+            assert f"trainer.ranks: {2 if ranks == 1 else 1} -> {ranks}" in run.told()
+    starts = trained_after(folder)
+    assert starts[0] == 0
+    assert starts[1] in (2, 4)  # the newest checkpoint, of two ranks
+    assert starts[2] >= 6
+    trained = [group for order in orders_of(folder, cmd.ForgetGroups) for group in order.groups]
+    dropped = [order.group for order in orders_of(folder, cmd.DropGroup)]
+    assert sorted(trained + dropped) == [order.group for order in orders_of(folder, cmd.AdmitGroup)]
+    assert [order.reason for order in orders_of(folder, cmd.FinishRun)] == [f"all {STEPS} steps are trained"]
+    assert_audit_clean(folder)
