@@ -22,7 +22,7 @@ from on_gpu.models import answers_of, order_for, trainer_of
 
 
 def cases(part: str, *, tiny: bool) -> list[Case]:
-    model, tokens, lowered, room = ("tiny", 8_192, 512, 2**26) if tiny else ("0.6B", 32_768, 2_048, 32 * 2**30)
+    model, tokens, lowered, room = ("tiny", 16_384, 512, 2**27) if tiny else ("0.6B", 32_768, 2_048, 32 * 2**30)
     return [
         Case(f"{model}: passes of {budget:,} tokens", partial(train, model, tokens, budget, room))
         for budget in (tokens, lowered)
