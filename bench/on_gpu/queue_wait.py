@@ -1,7 +1,7 @@
 """The waits for the queue of a GPU where ranks meet, in a model that stays gathered during an update.
 
 A rank that is about to meet the others first waits for what it has queued, so that `slowest_rank` is the wait for the
-others alone. One rank has nobody to wait for: its steps with and without these waits show what they cost.
+others alone. A single rank never waits for another, so its steps with and without these waits show what they cost.
 """
 
 from __future__ import annotations

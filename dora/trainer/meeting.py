@@ -1,7 +1,7 @@
 """Words between the threads of ranks, which may not run collectives: those are for the main threads.
 
-Words are keys of a store of torch.distributed, which all ranks reach. Invariant: a word is said once by each rank and
-heard by any; every wait for one ends after PEER_TIMEOUT_S, or as soon as the fence no longer lets this rank pass.
+A word is a key in a torch.distributed store that all ranks can reach. Invariant: each rank says a word once, and any
+rank may hear it; every wait ends after PEER_TIMEOUT_S, or as soon as the fence no longer lets this rank pass.
 """
 
 from __future__ import annotations
@@ -67,6 +67,10 @@ class Meeting:
                 return attempt()
             except RuntimeError as err:  # of torch's stores
                 self._fence()  # the run may be over, or its folder gone, and the file of words with it
-                if isinstance(err, dist.DistNetworkError) or time.monotonic() > deadline:
+                if isinstance(err, dist.DistNetworkError):
+                    raise StoreError(
+                        "the store in which the ranks meet cannot be reached; has its host failed?"
+                    ) from err
+                if time.monotonic() > deadline:
                     late = f"rank {rank} has not reached {what!r} in {PEER_TIMEOUT_S:g} s"
                     raise StoreError(f"{late}; does it hang, or its disk?") from err

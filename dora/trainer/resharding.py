@@ -55,13 +55,15 @@ def read_rows(
 
 
 def _read(folder: Path, files: Sequence[Any], name: str, like: Tensor, rows: OwnRows) -> Tensor:
+    shapes = [file.get_slice(name).get_shape() for file in files]
+    if any(len(shape) != like.dim() for shape in shapes):
+        raise ConfigError(f"{folder} belongs to another model: {name} has shape {tuple(shapes[0])}")
     if not like.dim():
         whole: Tensor = files[0].get_tensor(name)
         return whole
     parts, end = [], 0
-    for file in files:
+    for file, (count, *shape) in zip(files, shapes, strict=True):
         stored = file.get_slice(name)
-        count, *shape = stored.get_shape()
         first, last = max(rows.start - end, 0), min(rows.stop - end, count)
         if shape != list(like.shape[1:]):
             raise ConfigError(f"{folder} belongs to another model: {name} has rows of shape {tuple(shape)}")

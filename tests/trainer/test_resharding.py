@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 from pathlib import Path
 
 import msgspec
@@ -189,13 +190,23 @@ def test_a_damaged_file_of_another_rank_is_found_before_anything_is_changed(of_t
         ({"w": torch.zeros(4, 2), "step/w": torch.zeros(())}, "w has 5 rows, expected 4"),
         ({"w": torch.zeros(5, 3), "step/w": torch.zeros(())}, r"w has rows of shape \(2,\)"),
         ({"w": torch.zeros(5, 2)}, "step/w does not match"),
+        ({"w": torch.zeros(5, 2), "step/w": torch.zeros(1)}, r"step/w has shape \(\)"),
+        ({"w": torch.zeros(()), "step/w": torch.zeros(())}, r"w has shape \(3, 2\)"),
     ],
-    ids=["rows", "columns", "names"],
+    ids=["rows", "columns", "names", "a number", "rows for a number"],
 )
 def test_a_checkpoint_of_another_model_is_refused_and_kept(of_two: Path, state: dict[str, Tensor], says: str) -> None:
     with pytest.raises(ConfigError, match=rf"belongs to another model: {says}"):
         load(of_two, state)
     assert of_two.exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "FIFO"])
+def test_what_is_not_a_file_of_another_rank_is_not_opened(of_two: Path, kind: str) -> None:
+    path = of_two / "rank-1.safetensors"
+    path.rename(of_two.parent / "elsewhere")
+    os.mkfifo(path) if kind == "FIFO" else path.symlink_to(of_two.parent / "elsewhere")
+    assert "is incomplete" in load(of_two, {"w": torch.zeros(5, 2), "step/w": torch.zeros(())}).skipped[0]
 
 
 def test_without_a_file_of_another_rank_it_is_incomplete(of_two: Path) -> None:
