@@ -10,7 +10,7 @@ import typer
 
 #: The base of all of typer's errors about a command line; it has no public name.
 UsageError: Any = typer.BadParameter.__bases__[0]
-_EXTRA: Final = re.compile(r"Got unexpected extra arguments? \((.*)\)")
+_EXTRA: Final = re.compile(r"Got unexpected extra argument\S* \((.*)\)")
 
 
 def is_request_for_help(err: Any) -> bool:

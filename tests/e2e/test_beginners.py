@@ -66,7 +66,7 @@ MISTAKES = [
     ("run one.toml two.toml", r"unexpected extra argument.*two.toml"),
     (
         "audit gguf rows.jsonl",
-        r"extra argument \(rows.jsonl\): give one path; did a pattern match several\?",
+        r"extra argument\S* \(rows.jsonl\): give one path; did a pattern match several\?",
     ),
     ("view", r"dora view: give a run folder, or --demo"),
     ("audit", r"Missing argument 'DIR'"),
