@@ -197,7 +197,7 @@ async def measure(report: Report, world_size: int, *, rounds: int, scale: int) -
                 micro_batch(shape.tokens, shape.answers, seed=seed, last=seed == DIFFERENT)
                 for seed in range(DIFFERENT + 1)
             ]
-            frames = [encode(TrainerData(epoch=0, id=1, message=batch)) for batch in batches]
+            frames = [encode(TrainerData(epoch=0, incarnation=0, id=1, message=batch)) for batch in batches]
             count = shape.messages * scale // world_size
             seconds = []
             for _ in range(rounds + 1):

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from dora.app.episodes import EpisodeInputs
 from dora.app.managed import ManagedServer
 from dora.app.nodes import NodeRanks, NodeVersions, add_servers
 from dora.app.opening import Opened
+from dora.app.ranks import HostRanks
 from dora.config.schema import Config
 from dora.controller.copies import Copies
 from dora.controller.effects import (
@@ -45,19 +45,13 @@ from dora.controller.trainer_link import TrainerLink
 from dora.core import commands as cmd
 from dora.core.ids import InstanceId
 from dora.engine.api import InferenceEngine
+from dora.errors import RemoteError, RunFailed
 from dora.node.cluster import Cluster
-from dora.node.plan import plan_engines, plan_sender, plan_trainer
+from dora.node.plan import plan_engines, plan_sender
 from dora.node.supervise import Node
 from dora.transport.controller_end import ControllerEnd
 
 REACH_TIMEOUT_S = 30.0
-
-
-class RankProcesses(Protocol):
-    """torchrun on this host or on nodes."""
-
-    async def ended(self) -> str:
-        """Wait until one of them has ended, and return why."""
 
 
 def make_fleet(
@@ -105,32 +99,17 @@ async def enter_pushing(
     return await stack.enter_async_context(sending)
 
 
-async def start_ranks(
-    config: Config,
-    node: Node,
-    stack: AsyncExitStack,
-    *,
-    lease: Path,
-    now: Callable[[], float],
-    epoch: int = 0,
-    nodes: NodeRanks | None = None,
-) -> tuple[ControllerEnd, RankProcesses]:
-    """Listen for the ranks and start them, here or on `nodes`; return the endpoint and the processes."""
+async def listen_for_ranks(
+    config: Config, stack: AsyncExitStack, *, now: Callable[[], float], epoch: int = 0
+) -> tuple[ControllerEnd, str, str]:
+    """Listen for the ranks; return the endpoint, its address and the token that they need."""
     token, address = config.trainer.token or secrets.token_hex(16), config.trainer.address
     if config.num_training_nodes:
         address = f"{config.nodes.address.rpartition(':')[0]}:{address.rpartition(':')[2]}"
     end = ControllerEnd(address=address, token=token, world_size=config.trainer.ranks, now=now, epoch=epoch)
     address = await end.start()
     stack.push_async_callback(end.close)
-    if nodes is not None:
-        await nodes.start(port=int(address.rpartition(":")[2]))
-        return end, nodes
-    store = lease.with_name(f"{lease.name}.store")
-    child = node.add(
-        plan_trainer(config, controller=address, token=token, lease=lease, store=store, environ=os.environ)
-    )
-    await child.start()
-    return end, child
+    return end, address, token
 
 
 async def start_trainer(
@@ -141,14 +120,22 @@ async def start_trainer(
     recorder: Recorder,
     cluster: Cluster | None,
     lease: Path,
-) -> tuple[TrainerLink, RankProcesses]:
-    """Start the ranks; return the link to them, and the processes."""
+) -> TrainerLink:
+    """Start the ranks; return the link to them."""
     job, config = opened.job, opened.job.config
-    nodes = NodeRanks(cluster, opened) if cluster is not None and config.num_training_nodes else None
-    end, processes = await start_ranks(config, node, stack, lease=lease, now=opened.now, epoch=job.epoch, nodes=nodes)
-    paths = nodes.paths if nodes is not None else None
-    keep = nodes.keep if nodes is not None and nodes.are_apart else None
-    return opened.trainer_link(end, recorder, process_ended=processes.ended, paths=paths, keep=keep), processes
+    end, address, token = await listen_for_ranks(config, stack, now=opened.now, epoch=job.epoch)
+    if cluster is not None and config.num_training_nodes:
+        nodes = NodeRanks(cluster, opened, port=int(address.rpartition(":")[2]))
+        try:
+            await nodes.start()
+        except RemoteError as err:
+            raise RunFailed(str(err)) from err
+        return opened.trainer_link(
+            end, recorder, ranks=nodes, paths=nodes.paths, keep=nodes.keep if nodes.are_apart else None
+        )
+    ranks = HostRanks(config, node, address=address, token=token, lease=lease, opened=opened)
+    await ranks.start()
+    return opened.trainer_link(end, recorder, ranks=ranks)
 
 
 def make_controller(
@@ -185,6 +172,7 @@ def make_controller(
         episodes=calls,
         stop=StopAttempt(engine, fleet, ids),
         train=SendWave(job.state.feed, opened.trajectories, opened.lineage, trainer, job.settings.group_size),
+        restart=trainer.restart if isinstance(trainer, TrainerLink) else None,
         copies=_copies(opened, trainer, holders, tasks),
         fleet=fleet,
         trajectories=opened.trajectories,

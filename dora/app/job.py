@@ -22,7 +22,6 @@ import structlog
 from dora.app import resume as resuming
 from dora.app.build import (
     REACH_TIMEOUT_S,
-    RankProcesses,
     enter_pushing,
     make_controller,
     make_fleet,
@@ -223,11 +222,10 @@ class _Run:
         fleet = make_fleet(opened, node, engine=engine, streams=self._streams, cluster=cluster, lease=self._lease)
         recorder = opened.recorder(fleet, renderer=episodes.renderer if episodes is not None else None)
         trainer: TrainerLink | RolloutWriter
-        ranks: RankProcesses | None = None
         if job.rollout_only:
             trainer = opened.rollout_writer(recorder)
         else:
-            trainer, ranks = await start_trainer(
+            trainer = await start_trainer(
                 opened, node, self._stack, recorder=recorder, cluster=cluster, lease=self._lease
             )
         controller = make_controller(
@@ -247,7 +245,7 @@ class _Run:
         outcome = await self._watch(controller, opened.first, node, recorder, status_url)
         check_invariants(job.state)
         if isinstance(trainer, TrainerLink) and outcome.finished:
-            await _end_trainer(trainer, ranks, outcome.reason)
+            await _end_trainer(trainer, outcome.reason)
         if cluster is not None and outcome.finished:
             await cluster.end(outcome.reason)
         return self._end(outcome, recorder, opened)
@@ -341,13 +339,12 @@ class _Run:
         return replace(outcome, violations=violations)
 
 
-async def _end_trainer(link: TrainerLink, ranks: RankProcesses | None, reason: str) -> None:
+async def _end_trainer(link: TrainerLink, reason: str) -> None:
     """Wait until the ranks exit by themselves; their node kills those that do not."""
-    is_notified = await link.stop(reason)
-    if ranks is None or not is_notified:
+    if not await link.stop(reason):
         return
     try:
         async with asyncio.timeout(STOP_TIMEOUT_S):
-            await ranks.ended()
+            await link.ranks.ended()
     except TimeoutError:
         log.warning("trainer_did_not_end", after_s=STOP_TIMEOUT_S)

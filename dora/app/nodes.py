@@ -288,19 +288,21 @@ class NodeServer:
 
 
 class NodeRanks:
-    """The ranks on nodes, the same number on each; implements `build.RankProcesses`."""
+    """The ranks on nodes, the same number on each; implements `controller.trainer_link.Ranks`."""
 
-    def __init__(self, cluster: Cluster, opened: Opened) -> None:
+    def __init__(self, cluster: Cluster, opened: Opened, *, port: int) -> None:
+        """`port`: at which the controller listens for them."""
         nodes = opened.job.config.nodes
         self._cluster = cluster
         self._opened = opened
+        self._port = port
         self._places = [place for place in cluster.places if place.has_ranks]
         self._each = opened.job.config.trainer.ranks // len(self._places)
         self._has_own_store = nodes.store == "relay"
         self.are_apart = opened.job.config.checkpoints_are_copied
 
-    async def start(self, *, port: int) -> None:
-        """Have the nodes start them, which fetch what they need first; the controller listens for them at `port`."""
+    async def start(self, incarnation: int = 0) -> None:
+        """Have the nodes start them, which fetch what they need first."""
         maker, spread = self._places[0], self._cluster.spread
         await self._within(lambda: spread.has_again(maker), "the versions of the run")
         first = self._report(maker)
@@ -309,7 +311,8 @@ class NodeRanks:
             running = self._report(place).ranks
             place.ranks = RanksOrder(
                 start=running.start + 1 if running is not None else 1,
-                port=port,
+                incarnation=incarnation,
+                port=self._port,
                 node_rank=number,
                 nodes=len(self._places),
                 master=master,
@@ -318,15 +321,25 @@ class NodeRanks:
         self._cluster.changes.tell()
         await self._within(lambda: all(map(self._has_begun, self._places)), "its checkpoint")
 
+    async def restart(self, incarnation: int) -> None:
+        """End what is left of them on all nodes, and start them again; RunFailed if a node is lost."""
+        await self._opened.fence_ranks(incarnation)
+        for place in self._places:
+            place.ranks = None
+        self._cluster.changes.tell()
+        await self._within(lambda: all(self._report(place).ranks is None for place in self._places), "word to end")
+        await self.start(incarnation)
+
     async def _within(self, is_so: Callable[[], bool], what: str) -> None:
         """Wait for what the nodes need; RunFailed if one is lost, or takes too long."""
         try:
             async with asyncio.timeout(FETCH_TIMEOUT_S):
-                await self._cluster.wait_until(lambda: is_so() or bool(self._why_ended()))
+                await self._cluster.wait_until(lambda: bool(self._why_lost() or self._why_ended()) or is_so())
         except TimeoutError:
             raise RunFailed(f"the nodes with ranks have not received {what} in {FETCH_TIMEOUT_S:g} s") from None
+        self._require_nodes()
         if reason := self._why_ended():
-            raise RunFailed(reason)
+            raise RemoteError(reason)
 
     def _has_begun(self, place: Place) -> bool:
         state = place.report.ranks if place.report is not None else None
@@ -396,16 +409,27 @@ class NodeRanks:
         return str(parent / name)
 
     async def ended(self) -> str:
-        """Wait until the ranks of a node have ended, or the node is lost, and return why."""
-        await self._cluster.changes.until(lambda: bool(self._why_ended()))
+        """Wait until the ranks of a node have ended, and return why; RunFailed if the node is lost, or told to end."""
+        await self._cluster.changes.until(lambda: bool(self._why_lost() or self._why_ended()))
+        self._require_nodes()
         return self._why_ended()
 
-    def _why_ended(self) -> str:
+    def _require_nodes(self) -> None:
+        if reason := self._why_lost():
+            raise RunFailed(reason)
+
+    def _why_lost(self) -> str:
         for place in self._places:
             if place.report is None:
                 return f"node {place.name}, which has ranks, is lost: {place.lost}"
             if place.report.is_leaving:
                 return f"node {place.name}, which has ranks, was told to end"
+        return ""
+
+    def _why_ended(self) -> str:
+        for place in self._places:
+            if place.report is None:
+                continue
             state, ordered = place.report.ranks, place.ranks
             if state is not None and ordered is not None and state.start == ordered.start and state.phase == "ended":
                 return f"node {place.name}: {state.reason}"

@@ -6,6 +6,7 @@ epoch; no process has been started. The exit stack closes everything in reverse 
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import shutil
 import time
@@ -37,7 +38,7 @@ from dora.controller.published import Published
 from dora.controller.recorder import Recorder, last_step_at
 from dora.controller.rollouts import RolloutWriter
 from dora.controller.samples import Samples
-from dora.controller.trainer_link import TrainerLink
+from dora.controller.trainer_link import Ranks, TrainerLink
 from dora.controller.trajectories import Trajectories
 from dora.core import events as ev
 from dora.core.ids import FIRST_VERSION, StepId, TrajectoryId, VersionId
@@ -345,6 +346,11 @@ class Opened:
         self.commits.on_full = recorder.on_full
         return recorder
 
+    async def fence_ranks(self, incarnation: int) -> None:
+        """Let only ranks of this incarnation make anything visible, and find out where they start."""
+        await asyncio.to_thread(raise_fence, self.folder.fence, epoch=self.term, incarnation=incarnation)
+        self.start = resuming.start_again(self.folder, self.job.state)
+
     def rollout_writer(self, recorder: Recorder) -> RolloutWriter:
         """Create the rollout writer and publish the model as version 0, since there is no trainer to do so."""
         base = self.lineage.base
@@ -367,7 +373,7 @@ class Opened:
         end: ControllerEnd,
         recorder: Recorder,
         *,
-        process_ended: Callable[[], Awaitable[str]],
+        ranks: Ranks,
         paths: Callable[[int], RankPaths] | None = None,
         keep: Callable[[Mapping[int, CheckpointWritten]], Awaitable[str]] | None = None,
     ) -> TrainerLink:
@@ -376,19 +382,23 @@ class Opened:
         `paths`: the folders of each rank, if it is on another host; `keep` then copies its checkpoints.
         """
         job, config = self.job, self.job.config
-        here = RankPaths.here(
-            self.folder,
-            model=job.inputs.model,
-            reference=job.inputs.reference,
-            memory_root=self.store.memory_root,
-            resume_from=self.start.folders,
-        )
+
+        def here(rank: int) -> RankPaths:
+            return RankPaths.here(
+                self.folder,
+                model=job.inputs.model,
+                reference=job.inputs.reference,
+                memory_root=self.store.memory_root,
+                resume_from=self.start.folders,
+            )
+
         return TrainerLink(
             end=end,
+            ranks=ranks,
             num_ranks=config.trainer.ranks,
             configure=lambda rank: configure_message(
                 config,
-                paths(rank) if paths is not None else here,
+                (paths or here)(rank),
                 run_id=self.folder.run_id,
                 may_start_over=self.start.may_start_over,
                 chain=self.lineage.base,
@@ -397,7 +407,6 @@ class Opened:
             ),
             keep=keep,
             start_timeout_s=config.trainer.start_timeout_s,
-            process_ended=process_ended,
             now=self.now,
             emit=self.inbox.emit,
             on_ready=recorder.on_ready,
@@ -407,4 +416,7 @@ class Opened:
             durable=self.commits.durable,
             lineage=self.lineage,
             tell=self.tell,
+            recall=lambda step: resuming.recall(
+                self.folder, job.state, step, trajectories=self.trajectories, inputs=job.inputs
+            ),
         )

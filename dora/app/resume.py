@@ -6,6 +6,7 @@ prompts must match the journal; versions and checkpoints that it does not know a
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from dora.config.changes import changes
 from dora.config.load import parse
 from dora.config.schema import Config
 from dora.controller.evaluations import Evaluations
-from dora.controller.trajectories import Trajectories
+from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.core.commands import FailRun, FinishRun, ReportEvaluation
 from dora.core.events import CheckpointSaved, StepTrained, VersionPublished
 from dora.core.ids import GroupId, StepId, TrajectoryId, VersionId
@@ -35,6 +36,7 @@ from dora.journal.replay import replay
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import TokenStore, read_tokens
 from dora.observe.observed import Folded
+from dora.tasks.prompts import Prompt
 from dora.weights import checkpoints
 from dora.weights.store import StoreError, VersionStore
 
@@ -241,24 +243,45 @@ def restore(folder: RunFolder, state: State, *, trajectories: Trajectories, inpu
         if id >= 0:
             group = GroupId(id // state.settings.group_size)
             if group not in trajectories.prompts:
-                _restore_prompt(folder, group, stored, trajectories=trajectories, inputs=inputs)
+                trajectories.prompts[group] = _read_prompt(folder, group, stored, inputs)
             trajectories.open(id, trajectories.prompts[group])
         else:
             eval_set, place = inputs.evaluations.locate(id)
             trajectories.open(id, eval_set.prompts[place])
-        record = trajectories.records[id]
-        record.reward = trajectory.reward
-        record.turn_rewards = [*trajectory.turn_rewards]
-        record.truncated = trajectory.truncated
-        answer = stored.answers.get(id)
-        if answer is not None and len(answer.tokens):
-            has_unknown = _may_have_unknown_tokens(trajectory)
-            end = trajectory.num_tokens if has_unknown else len(answer.tokens)
-            record.tokens = array("i", answer.tokens[:end].tobytes())
-            record.logprobs = array("f", answer.logprobs[:end].tobytes())
-            record.observed = [span for span in answer.observed if span[1] <= end]
-            record.forks = [fork for fork in answer.forks if fork.start < end or not has_unknown]
+        _fill(trajectories.records[id], trajectory, stored)
     return {id: len(trajectories.records[id].tokens) for id in state.trajectories}
+
+
+async def recall(folder: RunFolder, state: State, step: StepId, *, trajectories: Trajectories, inputs: Inputs) -> None:
+    """Fill `trajectories` with what was forgotten of the steps from `step` on, which ranks that were started again
+    train again. RunFailed if tokens or prompts differ from the journal."""
+    steps = [(number, feed.groups) for number, feed in state.feed.steps.items() if number >= step]
+    forgotten = {g.id: (g, number) for number, groups in steps for g in groups if g.id not in trajectories.prompts}
+    needed = {t.id: t for group, _ in forgotten.values() for t in group.trajectories}
+    if not needed:
+        return
+    stored = await asyncio.to_thread(read_tokens, folder.tokens, wanted=needed)
+    prompts = await asyncio.to_thread(lambda: {id: _read_prompt(folder, id, stored, inputs) for id in forgotten})
+    for id, (group, number) in forgotten.items():
+        trajectories.recall(id, prompts[id], step=number)
+        for trajectory in group.trajectories:
+            _require_tokens(folder, state, trajectory, stored)
+            _fill(trajectories.records[trajectory.id], trajectory, stored)
+
+
+def _fill(record: TrajectoryRecord, trajectory: Trajectory, stored: TokenStore) -> None:
+    """Fill a record with what the journal and the token store have of it."""
+    record.reward = trajectory.reward
+    record.turn_rewards = [*trajectory.turn_rewards]
+    record.truncated = trajectory.truncated
+    answer = stored.answers.get(trajectory.id)
+    if answer is not None and len(answer.tokens):
+        has_unknown = _may_have_unknown_tokens(trajectory)
+        end = trajectory.num_tokens if has_unknown else len(answer.tokens)
+        record.tokens = array("i", answer.tokens[:end].tobytes())
+        record.logprobs = array("f", answer.logprobs[:end].tobytes())
+        record.observed = [span for span in answer.observed if span[1] <= end]
+        record.forks = [fork for fork in answer.forks if fork.start < end or not has_unknown]
 
 
 def _needed(state: State) -> dict[TrajectoryId, Trajectory]:
@@ -293,9 +316,7 @@ def _require_tokens(folder: RunFolder, state: State, trajectory: Trajectory, sto
         )
 
 
-def _restore_prompt(
-    folder: RunFolder, group: GroupId, stored: TokenStore, *, trajectories: Trajectories, inputs: Inputs
-) -> None:
+def _read_prompt(folder: RunFolder, group: GroupId, stored: TokenStore, inputs: Inputs) -> Prompt:
     """Read a group's prompt again; RunFailed unless it is the same as when the group was admitted."""
     prompt = inputs.stream.at(group)
     known = stored.prompts.get(group)
@@ -307,7 +328,7 @@ def _restore_prompt(
             f"task.sources: the prompt of group {group} {problem}; a resume needs the data, reward columns and "
             "tokenizer that the run began with: restore them"
         )
-    trajectories.prompts[group] = prompt
+    return prompt
 
 
 # -- versions ---------------------------------------------------------------------------------------------------------
@@ -380,6 +401,14 @@ def choose_start(
         raise RunFailed(f"{folder.checkpoints}: no usable checkpoint{needed}; the run cannot be resumed")
     step = usable[0][0] if usable else StepId(0)
     return Start(tuple(path for _, path in usable), may_start_over, step)
+
+
+def start_again(folder: RunFolder, state: State) -> Start:
+    """Return where ranks of this controller that are started again begin; they skip damaged checkpoints themselves."""
+    kept, latest = state.feed.checkpoints, min(state.missing, default=state.feed.trained)
+    steps = [step for step in sorted(kept, reverse=True) if kept[step] and step <= latest]
+    folders = tuple(folder.checkpoints / Path(kept[step]).name for step in steps)
+    return Start(folders, may_start_over=0 in kept, step=steps[0] if steps else 0)
 
 
 def require_same_history(recorded: Recorded, start: Start, *, settings: bytes, config: Config) -> None:

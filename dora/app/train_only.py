@@ -15,11 +15,12 @@ from typing import Any
 
 import msgspec
 
-from dora.app.build import start_ranks
+from dora.app.build import listen_for_ranks
 from dora.app.episodes import enter_inputs
 from dora.app.fetch import fetch
 from dora.app.inputs import weights_digest
 from dora.app.prepare import new_folder
+from dora.app.ranks import HostRanks
 from dora.app.settings import RankPaths, configure_message, drift_watch, lineage_settings
 from dora.config.schema import Config, EngineConfig
 from dora.controller.lineage import Lineage, base_chain
@@ -28,6 +29,7 @@ from dora.controller.rollouts import rollout_files, train_rollouts
 from dora.controller.trainer_link import StepReport, TrainerLink
 from dora.core import events as ev
 from dora.core.training import Feed
+from dora.errors import RunFailed
 from dora.journal.access import require_group, set_umask
 from dora.journal.run_folder import RunFolder
 from dora.log import configure_logging
@@ -52,6 +54,8 @@ class _Listener:
         self._checkpoints = Feed(num_ranks=1, budget=1, groups_per_update=1)
 
     async def on_event(self, event: ev.Event) -> None:
+        if isinstance(event, ev.TrainerLost):
+            raise RunFailed(event.reason)  # there is no journal from which its waves could be sent again
         if isinstance(event, ev.CheckpointSaved):
             for _, old in self._checkpoints.checkpointed(event.step, event.folder):
                 if old:
@@ -93,9 +97,12 @@ async def train(
     async with AsyncExitStack() as stack:
         stack.callback(folder.remove_leases)
         node = await stack.enter_async_context(Node(logs=folder.logs, lease=lease))
-        end, child = await start_ranks(config, node, stack, lease=lease, now=time.monotonic)
+        end, address, token = await listen_for_ranks(config, stack, now=time.monotonic)
+        ranks = HostRanks(config, node, address=address, token=token, lease=lease)
+        await ranks.start()
         link = TrainerLink(
             end=end,
+            ranks=ranks,
             num_ranks=config.trainer.ranks,
             configure=lambda rank: configure_message(
                 config,
@@ -107,7 +114,6 @@ async def train(
                 max_staleness=len(rollout),
             ),
             start_timeout_s=config.trainer.start_timeout_s,
-            process_ended=child.ended,
             now=time.monotonic,
             emit=listener.on_event,
             on_ready=lambda num_ready: None,

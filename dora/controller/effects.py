@@ -343,6 +343,7 @@ class SendWave:
     group_size: int
 
     def __call__(self, order: cmd.TrainMicroBatch, *, position: int) -> None:
+        self.trajectories.forget_recalled(before=order.step)
         groups = {g.id: g for g in self.feed.groups(order.step)}
         wave = build_wave(order, records=self.trajectories.records, groups=groups, group_size=self.group_size)
         self.trainer.train(self.lineage.add(wave), position=position)

@@ -48,6 +48,7 @@ class Orders:
     in_flight: InFlight
     commits: Commits
     tasks: RunTasks
+    restart: Callable[[cmd.RestartTrainer], None] | None = None  #: None: there is no trainer
     episodes: Episodes | NoEpisodes = field(default_factory=NoEpisodes)
     calls: set[asyncio.Task[None]] = field(default_factory=set)  #: of environments, under way
     _takes_work: bool = True
@@ -105,6 +106,11 @@ class Orders:
         if self._trains:
             self.train(order, position=position)
 
+    def _restart(self, order: cmd.RestartTrainer, position: int) -> None:
+        assert self.restart is not None, "only a trainer can be lost"
+        if self._trains:
+            self.restart(order)
+
     def _stop(self, order: cmd.StopRequest, position: int) -> None:
         self.tasks.background(self.stop(order), name="stop-request")
 
@@ -144,6 +150,7 @@ _CARRY_OUT: Final[dict[type[cmd.Command], Callable[[Orders, Any, int], None]]] =
     cmd.CallEnvironment: Orders._call,
     cmd.PushWeights: Orders._start_durable,
     cmd.TrainMicroBatch: Orders._train,
+    cmd.RestartTrainer: Orders._restart,
     cmd.CondemnInstance: Orders._condemn,
     cmd.DismissInstance: Orders._start,
     cmd.RefuseRequest: Orders._note,

@@ -125,6 +125,9 @@ class Recorder:
         match event:
             case ev.TrajectoryGraded(reason=reason) if reason:
                 self._note_problem("not_graded", reason.removeprefix("error: "), is_failure=True)
+            case ev.TrainerLost(incarnation=incarnation, reason=reason):
+                log.warning("trainer_lost", incarnation=incarnation, reason=reason)
+                self._facts.note_problem(f"trainer lost: {reason}", is_failure=True)
             case ev.CallFinished(failed=failed) if failed:
                 self._note_problem("environment_failed", failed, is_failure=True)
             case ev.PromptsArrived(first=first, num_prompt_tokens=counts) if not all(counts):

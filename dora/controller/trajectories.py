@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Protocol
 
-from dora.core.ids import GroupId, TrajectoryId, Truncation
+from dora.core.ids import GroupId, StepId, TrajectoryId, Truncation
 from dora.journal.rows import EpisodeRow, Fork, repeated, row_ids, rows_of
 from dora.observe.tokens import TokenLedger
 from dora.tasks.prompts import Prompt
@@ -127,6 +127,7 @@ class Trajectories:
         self.records: dict[TrajectoryId, TrajectoryRecord] = {}
         self.prompts: dict[GroupId, Prompt] = {}  #: of groups that are not forgotten, and of those not admitted yet
         self.refused_tokens = 0  #: of older attempts
+        self._recalled: dict[StepId, list[GroupId]] = {}
 
     def admit(self, group: GroupId) -> None:
         """Create the records of a group's siblings."""
@@ -138,6 +139,18 @@ class Trajectories:
     def open(self, trajectory: TrajectoryId, prompt: Prompt) -> None:
         """Create a record, unless there is one."""
         self.records.setdefault(trajectory, TrajectoryRecord(prompt))
+
+    def recall(self, group: GroupId, prompt: Prompt, *, step: StepId) -> None:
+        """Create the records of a group of a step that is trained again."""
+        self.prompts[group] = prompt
+        for sibling in self.siblings(group):
+            self.open(sibling, prompt)
+        self._recalled.setdefault(step, []).append(group)
+
+    def forget_recalled(self, *, before: StepId) -> None:
+        """Delete the data of recalled groups of earlier steps, which have been trained again."""
+        for step in [step for step in self._recalled if step < before]:
+            self.forget(self._recalled.pop(step))
 
     def begin(self, trajectory: TrajectoryId, attempt: int) -> TrajectoryRecord:
         """Begin a new attempt; only it may append from now on."""

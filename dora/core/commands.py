@@ -75,6 +75,13 @@ class TrainMicroBatch(Command, frozen=True):
     closes: bool = False
 
 
+class RestartTrainer(Command, frozen=True):
+    """Start the ranks again after a pause → TrainerReady or TrainerLost."""
+
+    incarnation: int
+    after_s: float
+
+
 class CondemnInstance(Command, frozen=True):
     """Declare a server lost and restart it → InstanceLost, later InstanceUp."""
 
@@ -204,6 +211,7 @@ AnyCommand = (
     | GradeTrajectory
     | PushWeights
     | TrainMicroBatch
+    | RestartTrainer
     | CondemnInstance
     | DismissInstance
     | StopRequest

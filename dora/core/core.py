@@ -60,6 +60,7 @@ HANDLERS: Final[dict[type[ev.Event], Callable[[State, Any], None]]] = {
     ev.CallFinished: on_calls.on_call_finished,
     ev.TrajectoryGraded: on_requests.on_trajectory_graded,
     ev.TrainerReady: on_training.on_trainer_ready,
+    ev.TrainerLost: on_training.on_trainer_lost,
     ev.MicroBatchTrained: on_training.on_micro_batch_trained,
     ev.StepTrained: on_training.on_step_trained,
     ev.VersionPublished: on_training.on_version_published,

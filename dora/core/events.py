@@ -182,6 +182,13 @@ class TrainerReady(Event, frozen=True):
     step: StepId
 
 
+class TrainerLost(Event, frozen=True):
+    """The ranks have ended, or were ended, and nothing of this start of them will be heard any more."""
+
+    incarnation: int  #: number of this start, since the controller began
+    reason: str
+
+
 class MicroBatchTrained(Event, frozen=True):
     """All ranks have trained micro-batch `index` of `step`."""
 
@@ -305,6 +312,7 @@ AnyEvent = (
     | CallFinished
     | TrajectoryGraded
     | TrainerReady
+    | TrainerLost
     | MicroBatchTrained
     | StepTrained
     | VersionPublished

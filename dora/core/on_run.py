@@ -104,6 +104,7 @@ def on_controller_restarted(state: State, event: ev.ControllerRestarted) -> None
     state.missing = set(event.missing)
     state.feed.open_step = None
     state.feed.idle_s = state.feed.uneven_s = 0.0  # counted anew, like the time since `step_trained_at`
+    state.feed.incarnation = state.feed.losses = 0
     state.prompts.clear()
     state.source_dry = False
     state.fetching = False

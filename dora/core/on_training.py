@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from dora.core import events as ev
-from dora.core.commands import DropCheckpoint
+from dora.core.commands import DropCheckpoint, RestartTrainer
 from dora.core.dispatch import want_evaluation
 from dora.core.ids import StepId
 from dora.core.pushes import carry_over
 from dora.core.state import State, admissions_changed, fail
 from dora.core.steps import step_trained
 from dora.core.versions import digest_of
+
+#: Pauses before the ranks are started again, by the number of starts lost without a newly trained step: the first is
+#: short, as most losses are of one process; one more loss ends the run, which can be resumed.
+RESTART_PAUSES_S: Final = (0.0, 5.0, 15.0, 30.0)
 
 
 def on_trainer_ready(state: State, event: ev.TrainerReady) -> None:
@@ -26,6 +32,23 @@ def on_trainer_ready(state: State, event: ev.TrainerReady) -> None:
     state.feed.restart(event.step)
     state.agenda.feed = True
     state.feed.idle_since = state.now
+
+
+def on_trainer_lost(state: State, event: ev.TrainerLost) -> None:
+    feed = state.feed
+    if event.incarnation != feed.incarnation:
+        state.counters.late_completions += 1
+        return
+    feed.lost()
+    state.counters.trainer_losses += 1
+    state.progress_at = state.now
+    if state.stopping:
+        return
+    if feed.losses > len(RESTART_PAUSES_S):
+        state.stalled = True
+        fail(state, f"the trainer was lost {feed.losses} times without training a step: {event.reason}")
+        return
+    state.out.append(RestartTrainer(feed.incarnation, RESTART_PAUSES_S[feed.losses - 1]))
 
 
 def on_micro_batch_trained(state: State, event: ev.MicroBatchTrained) -> None:

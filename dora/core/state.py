@@ -46,6 +46,7 @@ class Counters:
     late_completions: int = 0  #: events of an old attempt or incarnation, ignored
     migrations: int = 0  #: trajectories (evaluation samples, too) stopped and continued on another instance
     replays: int = 0  #: of lost environments
+    trainer_losses: int = 0  #: starts of the ranks that were lost
     recovered: int = 0  #: trajectories that continued elsewhere after their instance was lost
     #: trajectories without a reward because their environment could not go on, by cause
     environment_failed: dict[str, int] = field(default_factory=dict)

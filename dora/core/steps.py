@@ -89,6 +89,7 @@ def feed_trainer(state: State) -> None:
 def step_trained(state: State, step: StepId) -> None:
     """Remove the groups of a trained step from the ledger."""
     state.feed.trained = StepId(step + 1)
+    state.feed.losses = 0
     groups = state.feed.groups(step)
     for group in groups:
         state.ledger.move(group, GroupPhase.TRAINED, state.cause)

@@ -55,6 +55,8 @@ class Feed:
     busy_since: float = 0.0  #: when it began the current wave
     idle_s: float = 0.0  #: idle time since the last step was trained
     uneven_s: float = 0.0  #: time since the last step in which ranks waited for others, for lack of groups
+    incarnation: int = 0  #: number of the present start of the ranks, since the controller began
+    losses: int = 0  #: starts of the ranks that were lost since a step was last trained for the first time
 
     def groups(self, step: StepId) -> Sequence[Group]:
         """Return the groups of a step in commit order; none if it has none or will not be trained again."""
@@ -77,6 +79,14 @@ class Feed:
         self.waves_done = 0
         for feed in self.steps.values():
             feed.sent = 0
+
+    def lost(self) -> None:
+        """Send nothing more until the ranks, which are lost, are ready again."""
+        self.open_step = None
+        self.idle_since = None
+        self.idle_s = self.uneven_s = 0.0
+        self.losses += 1
+        self.incarnation += 1
 
     def checkpointed(self, step: StepId, folder: str) -> list[tuple[StepId, str]]:
         """Add a checkpoint at `step`, drop steps below the oldest kept, and return (step, folder) of those dropped."""

@@ -253,6 +253,9 @@ class Member:
         assert self._orders is not None, "there are orders to start them"
         orders = self._orders.ranks
         assert orders is not None, "there are orders to start them"
+        fence = Path(self._paths.fence)
+        await asyncio.to_thread(raise_fence, fence, epoch=self._orders.term, incarnation=orders.incarnation)
+        await asyncio.to_thread(self._store.unstage)
         for name, wanted in orders.checkpoints.items():
             sources = partial(tuple, tuple(map(self._reachable, wanted.sources)))
             try:
@@ -266,8 +269,9 @@ class Member:
             controller=f"tcp://{self._controller}:{orders.port}",
             token=self._settings.token,
             lease=self._lease,
-            store=self._lease.with_name(f"{self._lease.name}-{self._orders.term}-{orders.start}.store"),
+            store=self._lease.with_name(f"{self._lease.name}-{self._orders.term}-{orders.incarnation}.store"),
             environ=os.environ,
+            incarnation=orders.incarnation,
             node=self._training_node(orders) if orders.nodes > 1 else None,
         )
 

@@ -183,16 +183,18 @@ def plan_trainer(
     lease: Path,
     store: Path,
     environ: Mapping[str, str],
+    incarnation: int = 0,
     node: TrainingNode | None = None,
 ) -> ProcessPlan:
     """Return the process that starts the ranks of this host (torchrun or `trainer.command`).
 
     `controller`: the address that the controller has bound. `store`: a file that does not exist yet, through which the
-    ranks meet. `node`: None if all ranks are on this host. A command finds its place among several hosts in PET_NNODES,
-    PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, which a torchrun that it starts reads too.
+    ranks meet. `incarnation`: number of this start of them. `node`: None if all ranks are on this host. A command finds
+    its place among several hosts in PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, which a torchrun
+    that it starts reads too.
     """
     env = child_env(environ, lease=lease, threads=config.trainer.threads)
-    env |= {"DORA_CONTROLLER": controller, "DORA_TOKEN": token}
+    env |= {"DORA_CONTROLLER": controller, "DORA_TOKEN": token, "DORA_INCARNATION": str(incarnation)}
     if node is None:
         # Rendezvous over files: torchrun's TCP stores would listen on every interface.
         env |= _COLLECTIVES | {"DORA_STORE": str(store), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

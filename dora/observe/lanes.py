@@ -144,6 +144,10 @@ class Lanes:
             self._sampling.clear()
         elif isinstance(event, ev.VersionPublished):
             self._timelines["instance"].publish(event.version, event.at)
+        elif isinstance(event, ev.TrainerLost):
+            self._waves_done = [0] * len(self._ranks)
+            for lane in self._ranks:
+                lane.differences.clear()  # its next process may be on another host
         for command in commands:
             if isinstance(command, cmd.Generate):
                 self._note_move(command, event.at)

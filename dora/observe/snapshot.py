@@ -151,6 +151,11 @@ class Counts:
         Figure("answers", "continued elsewhere after the loss of their instance"),
         Metric("recovered_total", "Trajectories continued elsewhere after the loss of their instance."),
     ]
+    trainer_losses: Annotated[
+        int,
+        Figure("starts", "of the trainer's ranks that were lost; they were started again"),
+        Metric("trainer_losses_total", "Starts of the trainer's ranks that were lost and repeated."),
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -381,6 +386,7 @@ def _counts(state: State) -> Counts:
         late_completions=counters.late_completions,
         migrations=counters.migrations,
         recovered=counters.recovered,
+        trainer_losses=counters.trainer_losses,
     )
 
 

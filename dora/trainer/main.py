@@ -1,8 +1,8 @@
 """Entry point of a trainer rank: `torchrun ... -m dora.trainer.main`.
 
-DORA_CONTROLLER (address) and DORA_TOKEN come from the controller, rank and world size from torchrun, and everything
-else from the Configure message. A rank that fails before Stop sends TrainerFailed and exits with code 1; torchrun then
-terminates the other ranks.
+DORA_CONTROLLER (address), DORA_TOKEN and DORA_INCARNATION come from the controller, rank and world size from torchrun,
+and everything else from the Configure message. A rank that fails before Stop sends TrainerFailed and exits with code 1;
+torchrun then terminates the other ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from dora.errors import ConfigError, DoraError, ProtocolError
+from dora.errors import ConfigError, DoraError, ProtocolError, RemoteError
 from dora.trainer.attention_gpu import describe
 from dora.trainer.checkpoint import Saver, Storage
 from dora.trainer.checkpointing import MODES, Mode
@@ -40,7 +40,7 @@ from dora.trainer.spans import RankClock, process_start
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, DeleteCheckpoint, MicroBatch, SaveCheckpoint, Stop, TrainerFailed
 from dora.transport.trainer_end import TrainerEnd
-from dora.weights.fence import pass_fence
+from dora.weights.fence import StaleEpoch, pass_fence
 from dora.weights.store import VersionStore
 
 CONNECT_TIMEOUT_S = 120.0  # ranks may be started before the controller
@@ -60,6 +60,7 @@ def main() -> None:
         token=environment["DORA_TOKEN"],
         rank=rank,
         world_size=world_size,
+        incarnation=int(os.environ.get("DORA_INCARNATION", "0")),
         has_lease="DORA_LEASE" in os.environ,
     )
     try:
@@ -221,7 +222,7 @@ def _saver(
 
 
 def _fence_of(order: Configure) -> Callable[[], None]:
-    return partial(pass_fence, Path(order.fence), epoch=order.epoch)
+    return partial(pass_fence, Path(order.fence), epoch=order.epoch, incarnation=order.incarnation)
 
 
 def _fail(end: TrainerEnd, err: BaseException) -> NoReturn:
@@ -237,7 +238,14 @@ def _report_failure(end: TrainerEnd, rank: int, err: BaseException) -> None:
     """Print the whole error to this process's log, and send it to the controller as one line."""
     whole = str(err) if isinstance(err, DoraError) else repr(err)
     print_error(f"rank {rank}: {' '.join(whole.split())}")
-    end.try_send(TrainerFailed(rank=rank, reason=reason_of(err)))
+    end.try_send(TrainerFailed(rank=rank, reason=reason_of(err), is_final=_is_final(err)))
+
+
+def _is_final(err: BaseException) -> bool:
+    """Whether ranks that are started again would fail again: invalid input, a full disk, no memory, a bug in the
+    protocol; not what other processes did, and not what nobody expects."""
+    is_of_others = isinstance(err, RemoteError | StaleEpoch) and not isinstance(err, ProtocolError)
+    return isinstance(err, DoraError) and not is_of_others
 
 
 def reason_of(err: BaseException) -> str:

@@ -14,8 +14,8 @@ from typing import Final, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from dora.errors import RemoteError
 from dora.trainer.full_disk import FULL_TIMEOUT_S
-from dora.weights.store import StoreError
 
 _T = TypeVar("_T")
 #: Longest wait of one rank for another, which may wait for space and then write its part.
@@ -41,7 +41,7 @@ class Meeting:
         self._insist(lambda: self._words.set(f"{what}/{self.rank}", value), what, rank=self.rank)
 
     def hear(self, what: str, *, rank: int) -> str:
-        """Wait for a word of a rank. StoreError if it is not said in PEER_TIMEOUT_S."""
+        """Wait for a word of a rank. RemoteError if it is not said in PEER_TIMEOUT_S."""
         return self._insist(lambda: self._words.get(f"{what}/{rank}"), what, rank=rank).decode()
 
     def forget(self, what: str, *, rank: int) -> None:
@@ -68,9 +68,9 @@ class Meeting:
             except RuntimeError as err:  # of torch's stores
                 self._fence()  # the run may be over, or its folder gone, and the file of words with it
                 if isinstance(err, dist.DistNetworkError):
-                    raise StoreError(
+                    raise RemoteError(
                         "the store in which the ranks meet cannot be reached; has its host failed?"
                     ) from err
                 if time.monotonic() > deadline:
                     late = f"rank {rank} has not reached {what!r} in {PEER_TIMEOUT_S:g} s"
-                    raise StoreError(f"{late}; does it hang, or its disk?") from err
+                    raise RemoteError(f"{late}; does it hang, or its disk?") from err

@@ -4,7 +4,8 @@ Invariant: no message is sent before all ranks have sent HELLO with the same pro
 barrier), and none is dropped: the window of `Link` bounds the messages in flight, and QUEUE_SIZE is larger than any
 window needs, so that only a rank that breaks the protocol reaches it. Frames come only from holders of the token
 (`curve`); the handshake of any other peer fails in ZeroMQ's own thread and is counted here. A rank is identified by its
-random routing id, which it keeps when it reconnects and which no other rank can take.
+random routing id, which it keeps when it reconnects and which no other rank can take. Ranks of an earlier incarnation,
+which were replaced (`renew`), are refused, and what they still send is dropped and counted.
 
 No call on the socket blocks: a send hands the message to ZeroMQ's own thread. The reader task yields to the event loop
 after each burst of messages.
@@ -56,7 +57,7 @@ STRANGER = (
 )
 
 
-class TrainerLost(RemoteError):
+class RankLost(RemoteError):
     """A rank broke the protocol; its further messages are ignored."""
 
     def __init__(self, rank: int, reason: str) -> None:
@@ -88,12 +89,14 @@ class ControllerEnd:
         self._world_size = world_size
         self._strangers = Refusals(now)
         self._epoch = epoch
+        self._incarnation = 0
+        self.num_dropped = 0  # messages of earlier incarnations
         self._peers: dict[int, _Peer] = {}
         self._by_identity: dict[bytes, _Peer] = {}
         self._cut_off: set[bytes] = set()  # identities of ranks that broke the protocol
         self._refusals = Refusals(now)  # of peers with the token
         self._complete = asyncio.Event()
-        # At most MAX_UNACKED messages of each rank, which `Link` enforces, and one TrainerLost.
+        # At most MAX_UNACKED messages of each rank, which `Link` enforces, and one RankLost.
         self._incoming: asyncio.Queue[tuple[_Peer, ControllerData] | BaseException] = asyncio.Queue()
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -127,6 +130,15 @@ class ControllerEnd:
         self._reader.add_done_callback(self._on_reader_done)
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
+    def renew(self, incarnation: int) -> None:
+        """Forget the ranks, and admit those of this incarnation from now on. No other call may be under way."""
+        self._incarnation = incarnation
+        for identity in self._by_identity:
+            self._transmit(identity, encode(Refused(reason="this start of the ranks was replaced")))
+        self._peers, self._by_identity = {}, {}
+        self._complete.clear()
+        self._incoming = asyncio.Queue()
+
     async def wait_ready(self, timeout_s: float) -> int:
         """Wait until all ranks have sent HELLO; return the world size."""
         try:
@@ -143,20 +155,26 @@ class ControllerEnd:
         peer = self._peers[rank]
         if peer.link.full:
             await self._room(peer)
-        frames = encode(TrainerData(epoch=self._epoch, id=peer.link.next_id, message=message))
+        frames = encode(self._data(peer.link.next_id, message))
         require_size(message, frames, max_bytes=MAX_TO_TRAINER_BYTES, receiver=f"trainer rank {rank}")
         peer.link.keep(frames)
         self._transmit(peer.identity, frames)
 
     async def receive(self) -> tuple[int, ToController]:
-        """Return the next message of any rank, in order for each rank; TrainerLost if a rank breaks the protocol."""
+        """Return the next message of any rank, in order for each rank; RankLost if a rank breaks the protocol."""
         item = await self._incoming.get()
         if isinstance(item, BaseException):
             raise item
         peer, data = item
         peer.link.last_consumed = data.id
-        self._transmit(peer.identity, encode(Ack(epoch=self._epoch, last_id=data.id)))
+        self._transmit(peer.identity, encode(self._ack(data.id)))
         return peer.rank, data.message
+
+    def _data(self, id: int, message: ToTrainer) -> TrainerData:
+        return TrainerData(epoch=self._epoch, incarnation=self._incarnation, id=id, message=message)
+
+    def _ack(self, last_id: int) -> Ack:
+        return Ack(epoch=self._epoch, incarnation=self._incarnation, last_id=last_id)
 
     def link(self, rank: int) -> Link:
         """Return the link with its counters of the traffic with `rank`."""
@@ -206,7 +224,9 @@ class ControllerEnd:
             frame: ControllerFrame = decode(frames, ControllerFrame)
             if isinstance(frame, Hello):
                 self._on_hello(identity, frame)
-            elif peer is not None and frame.epoch == self._epoch:  # else: its HELLO to this controller follows
+            elif (frame.epoch, frame.incarnation) != (self._epoch, self._incarnation):
+                self.num_dropped += 1  # or its HELLO to this controller follows
+            elif peer is not None:
                 self._on_frame(peer, frame)
         except ProtocolError as err:
             if peer is None:
@@ -233,8 +253,9 @@ class ControllerEnd:
             peer = _Peer(hello.rank, identity, f"host {hello.host}, pid {hello.pid}")
             self._peers[hello.rank] = self._by_identity[identity] = peer
         link = peer.link
-        self._transmit(identity, encode(Welcome(epoch=self._epoch, last_id=link.last_received)))
-        self._transmit(identity, encode(Ack(epoch=self._epoch, last_id=link.last_consumed)))
+        welcome = Welcome(epoch=self._epoch, incarnation=self._incarnation, last_id=link.last_received)
+        self._transmit(identity, encode(welcome))
+        self._transmit(identity, encode(self._ack(link.last_consumed)))
         for frames in link.redelivery(hello.last_id):
             self._transmit(identity, frames)
         if len(self._peers) == self._world_size:
@@ -243,6 +264,8 @@ class ControllerEnd:
     def _why_refused(self, hello: Hello) -> str | None:
         if hello.protocol != PROTOCOL_VERSION:
             return f"it has protocol {hello.protocol}, this controller {PROTOCOL_VERSION}; install the same version"
+        if hello.incarnation != self._incarnation:
+            return f"it belongs to start {hello.incarnation} of the ranks, but this is start {self._incarnation}"
         if self._world_size is not None and hello.world_size != self._world_size:
             return f"its world size is {hello.world_size}, but that of this run is {self._world_size}"
         if not 0 <= hello.rank < hello.world_size:
@@ -259,7 +282,7 @@ class ControllerEnd:
         """Refuse `peer`, which broke the protocol, and ignore it from now on."""
         del self._by_identity[peer.identity]
         self._cut_off.add(peer.identity)
-        self._incoming.put_nowait(TrainerLost(peer.rank, reason))
+        self._incoming.put_nowait(RankLost(peer.rank, reason))
         self._transmit(peer.identity, encode(Refused(reason=reason)))
 
     async def _room(self, peer: _Peer) -> None:
@@ -271,7 +294,7 @@ class ControllerEnd:
                     await peer.room.wait()
         except TimeoutError:
             reason = f"consumed none of {MAX_UNACKED} messages in {SEND_TIMEOUT_S:g} s"
-            raise TrainerLost(peer.rank, reason) from None
+            raise RankLost(peer.rank, reason) from None
 
     def _transmit(self, identity: bytes, frames: list[Buffer]) -> None:
         try:

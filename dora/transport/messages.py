@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dora.core.ids import StepId, TrajectoryId, Truncation, VersionId
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 #: `MicroBatch.rewards_to_go` if all episodes have one turn.
 NO_TURNS: Final = np.zeros((0, 0, 0), np.float32)
@@ -84,7 +84,8 @@ class Configure(Message, frozen=True):
     may_start_over: bool  # whether to start from model_path if none of them loads
     chain: str  # lineage before step 0, for a start from model_path
     epoch: int  # of the controller, as in `fence`
-    fence: str  # file with the epoch of the controller whose ranks may make versions and checkpoints visible
+    fence: str  # file that names the only ranks that may make versions and checkpoints visible
+    incarnation: int = 0  # number of this start of the ranks, as in `fence`
     ranks_here: tuple[int, ...] = ()  # whose files are in `checkpoints`, ascending; (): all
     owns_checkpoints: bool = False  # the controller cannot delete in `checkpoints`, so the first of those ranks does
 
@@ -198,6 +199,7 @@ class TrainerFailed(Message, frozen=True):
 
     rank: int
     reason: str  # one line
+    is_final: bool = False  # ranks that are started again would fail again
 
 
 #: What a rank does (dora/trainer/spans.py). waiting: for a message; slowest_rank: in a collective, for the other ranks;
@@ -247,7 +249,7 @@ ToController = (
 
 
 class Hello(Message, frozen=True):
-    """First message of a rank and after every reconnection. Its fields are the same in all protocol versions."""
+    """First message of a rank and after every reconnection. Its fields are the same in all versions from 9 on."""
 
     protocol: int
     rank: int
@@ -255,12 +257,14 @@ class Hello(Message, frozen=True):
     host: str
     pid: int
     last_id: int  # newest message of the controller that the rank has received; 0: none
+    incarnation: int = 0  # number of the start of the ranks that it belongs to, since the controller began
 
 
 class Welcome(Message, frozen=True):
     """The rank is admitted."""
 
     epoch: int  # of the controller; it changes when the controller is restarted
+    incarnation: int
     last_id: int  # newest message of the rank that the controller has received; 0: none
 
 
@@ -274,6 +278,7 @@ class Ack(Message, frozen=True):
     """All messages up to `last_id` have been consumed."""
 
     epoch: int
+    incarnation: int
     last_id: int
 
 
@@ -281,6 +286,7 @@ class TrainerData(Message, frozen=True):
     """A numbered message to the trainer; ids count 1, 2, ... per rank."""
 
     epoch: int
+    incarnation: int
     id: int
     message: ToTrainer
 
@@ -289,6 +295,7 @@ class ControllerData(Message, frozen=True):
     """A numbered message to the controller; ids count 1, 2, ... per rank."""
 
     epoch: int
+    incarnation: int
     id: int
     message: ToController
 

@@ -15,7 +15,7 @@ import msgspec
 from dora.transport.messages import Message
 
 #: Raised with each change of the messages below `Join`.
-NODE_PROTOCOL: Final = 2
+NODE_PROTOCOL: Final = 3
 #: In place of a host in a `RelaySource`: that of the controller, by whatever name the node reaches it.
 CONTROLLER_HOST: Final = "controller.invalid"
 
@@ -58,6 +58,7 @@ class RanksOrder(WirePart, frozen=True):
     node_rank: int
     nodes: int
     master: str  # host:port at which ranks of several nodes meet; "" for one node
+    incarnation: int  # number of this start of the ranks, since the controller began
     checkpoints: dict[str, FolderOrder]  # that must be there before the ranks start
 
 

@@ -54,12 +54,16 @@ log = structlog.get_logger(__name__)
 class TrainerEnd:
     """Typed, acknowledged messages to and from the controller."""
 
-    def __init__(self, *, address: str, token: str, rank: int, world_size: int, has_lease: bool = False) -> None:
-        """`has_lease`: this process ends with its controller, so a controller that is silent is still alive."""
+    def __init__(
+        self, *, address: str, token: str, rank: int, world_size: int, incarnation: int = 0, has_lease: bool = False
+    ) -> None:
+        """`incarnation`: of the ranks. `has_lease`: this process ends with its controller, so a controller that is
+        silent is still alive."""
         self._address = address
         self._token = token
         self._rank = rank
         self._world_size = world_size
+        self._incarnation = incarnation
         self._has_lease = has_lease
         self._link = Link()
         self._epoch: int | None = None  # of the controller; None until welcomed
@@ -115,7 +119,8 @@ class TrainerEnd:
                 raise RemoteError(f"the controller at {self._address} consumed nothing for {limit_s:g} s")
             self._raise_fault()
             assert self._epoch is not None, "send before connect"
-            frames = encode(ControllerData(epoch=self._epoch, id=self._link.next_id, message=message))
+            id = self._link.next_id
+            frames = encode(ControllerData(epoch=self._epoch, incarnation=self._incarnation, id=id, message=message))
             require_size(message, frames, max_bytes=MAX_TO_CONTROLLER_BYTES, receiver="the controller")
             self._link.keep(frames)
             self._outgoing.append(frames)
@@ -220,8 +225,11 @@ class TrainerEnd:
             consumed = self._link.last_consumed - self._acked
             if self._epoch is not None and consumed and (outgoing or is_idle or consumed >= ACK_EVERY):
                 self._acked = self._link.last_consumed
-                outgoing.append(encode(Ack(epoch=self._epoch, last_id=self._acked)))
+                outgoing.append(encode(self._ack(self._epoch)))
         return outgoing
+
+    def _ack(self, epoch: int) -> Ack:
+        return Ack(epoch=epoch, incarnation=self._incarnation, last_id=self._acked)
 
     def _hello(self) -> Hello:
         return Hello(
@@ -231,6 +239,7 @@ class TrainerEnd:
             host=socket.gethostname(),
             pid=os.getpid(),
             last_id=self._link.last_received,
+            incarnation=self._incarnation,
         )
 
     def _transmit(self, dealer: zmq.Socket[bytes], frames: list[Buffer]) -> None:
@@ -260,8 +269,11 @@ class TrainerEnd:
                 raise RemoteError(f"the controller at {self._address} refused rank {self._rank}: {reason}")
             case Welcome():
                 self._on_welcome(dealer, frame)
-            case _ if frame.epoch != self._epoch:
-                raise ProtocolError(f"a message of controller epoch {frame.epoch} in epoch {self._epoch}")
+            case _ if (frame.epoch, frame.incarnation) != (self._epoch, self._incarnation):
+                raise ProtocolError(
+                    f"a message of controller epoch {frame.epoch} and incarnation {frame.incarnation}, in epoch "
+                    f"{self._epoch} and incarnation {self._incarnation}"
+                )
             case Ack(last_id=last_id):
                 with self._changed:
                     self._link.acknowledge(last_id)
@@ -277,10 +289,12 @@ class TrainerEnd:
                     f"the controller at {self._address} was restarted (epoch {self._epoch} -> {welcome.epoch}); "
                     "restart the trainer too"
                 )
+            if welcome.incarnation != self._incarnation:
+                raise ProtocolError(f"welcomed as incarnation {welcome.incarnation}, but it is {self._incarnation}")
             self._epoch = welcome.epoch
             again = self._link.redelivery(welcome.last_id)
             self._acked = self._link.last_consumed
-            again.append(encode(Ack(epoch=welcome.epoch, last_id=self._acked)))
+            again.append(encode(self._ack(welcome.epoch)))
             self._changed.notify_all()
         for frames in again:
             self._transmit(dealer, frames)

@@ -120,7 +120,7 @@ class VersionStore:
         with clear_errors(what):
             for root in self.roots:
                 if shutil.disk_usage(root).free >= manifest.num_bytes:
-                    return self.stage(version, root=root)
+                    return _temporary(root, "fetch", version)
         told = " and ".join(map(str, self.roots))
         raise StoreFull(f"{what}: it has {manifest.num_bytes:,} bytes, for which {told} has no space; free some")
 
@@ -231,9 +231,15 @@ class VersionStore:
         for root in self.roots:
             files.sync_folder(root)  # later steps rely on the names found here
             for path in root.iterdir():
-                is_temporary = path.name.startswith((".stage-", ".copy-", ".trash-"))
+                is_temporary = path.name.startswith((".stage-", ".fetch-", ".copy-", ".trash-"))
                 if path.is_dir() and (is_temporary or (_version_of(path) is not None and not _read_manifest(path))):
                     files.remove(path)
+
+    def unstage(self) -> None:
+        """Delete what ranks that have ended were writing."""
+        for root in self.roots:
+            for path in root.glob(".stage-*"):
+                shutil.rmtree(path, ignore_errors=True)
 
     def set_aside(self, known: Mapping[VersionId, tuple[Mapping[str, str], str]]) -> list[str]:
         """Rename all versions that are not in `known` (version -> files and chain): the journal has lost their history.

@@ -275,5 +275,5 @@ def intrude(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, check=False, timeout=120, env=environment(), cwd=ROOT)
 
 
-DEADLY: Sequence[str] = ("controller", "trainer rank", "torchrun", "everything", "everything and the memory store")
-LIVE: Sequence[str] = ("an engine", "all engines", "grader")
+DEADLY: Sequence[str] = ("controller", "everything", "everything and the memory store")
+LIVE: Sequence[str] = ("trainer rank", "torchrun", "an engine", "all engines", "grader")

@@ -38,7 +38,7 @@ from dora.transport.messages import (
     empty_micro_batch,
 )
 from dora.transport.trainer_end import TrainerEnd
-from tests.controller.test_trainer_link import CHAIN, CONFIGURE
+from tests.controller.test_trainer_link import CHAIN, CONFIGURE, FakeRanks
 from tests.escapes import HOSTILE, require_harmless, show
 from tests.made import made, poisoned
 from tests.transport.peers import TOKEN, WAIT_S, controller, hello, raw_peer
@@ -61,7 +61,7 @@ def variants(message: Message) -> list[list[Buffer]]:
 
 
 def of_rank(number: int, message: Any) -> ControllerData:
-    return ControllerData(epoch=0, id=number, message=message)
+    return ControllerData(epoch=0, incarnation=0, id=number, message=message)
 
 
 async def _refusal(peer: zmq.Socket[bytes]) -> str | None:
@@ -80,7 +80,8 @@ def _linked(end: ControllerEnd) -> TrainerLink:
         pass
 
     return TrainerLink(
-        end=end, num_ranks=1, configure=lambda rank: CONFIGURE, start_timeout_s=WAIT_S, process_ended=ignore,
+        end=end, num_ranks=1, configure=lambda rank: CONFIGURE, start_timeout_s=WAIT_S,
+        ranks=FakeRanks(),
         now=time.monotonic, emit=ignore, on_ready=lambda _: None, on_step=lambda _: None, durable=ignore,
         tell=output.tell,
         lineage=Lineage(base=CHAIN, settings=b"", trained=dict.fromkeys(range(-1, 2), CHAIN)),
@@ -95,8 +96,8 @@ async def test_a_message_of_a_rank_is_shown_harmlessly(kind: Any, capfd: pytest.
             with raw_peer(address) as peer:
                 for frames in (encode(hello()), encode(of_rank(1, RankReady(rank=0, next_step=0))), bad):
                     peer.send_multipart(frames)
-                peer.send_multipart(encode(of_rank(3, TrainerFailed(rank=0, reason="the end"))))
-                peer.send_multipart(encode(of_rank(2, TrainerFailed(rank=0, reason="the end"))))
+                peer.send_multipart(encode(of_rank(3, TrainerFailed(rank=0, reason="the end", is_final=True))))
+                peer.send_multipart(encode(of_rank(2, TrainerFailed(rank=0, reason="the end", is_final=True))))
                 async with asyncio.timeout(WAIT_S):
                     with pytest.raises(DoraError) as raised:
                         await _linked(end).receive_messages()
@@ -132,7 +133,7 @@ async def test_a_message_of_a_controller_is_shown_harmlessly(kind: Any, capfd: p
     show_warnings()
     message = sample(kind)
     if kind in get_args(ToTrainer):
-        message = TrainerData(epoch=0, id=1, message=message)
+        message = TrainerData(epoch=0, incarnation=0, id=1, message=message)
     for bad in variants(message):
         with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
             router.setsockopt(zmq.LINGER, 0)
@@ -142,7 +143,7 @@ async def test_a_message_of_a_controller_is_shown_harmlessly(kind: Any, capfd: p
             assert await asyncio.to_thread(router.poll, 1_000 * WAIT_S)
             name, *frames = router.recv_multipart()
             assert isinstance(decode(frames, ControllerFrame), Hello)
-            for sent in (encode(Welcome(epoch=0, last_id=0)), bad, encode(Refused(reason="the end"))):
+            for sent in (encode(Welcome(epoch=0, incarnation=0, last_id=0)), bad, encode(Refused(reason="the end"))):
                 router.send_multipart([name, *sent])
             show(await error)
         shown = capfd.readouterr()

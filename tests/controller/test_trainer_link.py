@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from dora.controller import trainer_link
 from dora.controller.lineage import Lineage
 from dora.controller.trainer_link import StepReport, TrainerLink
 from dora.core import events as ev
@@ -54,6 +53,7 @@ class FakeEnd:
     def __init__(self, *, ready: bool = True) -> None:
         self.sent: list[tuple[int, wire.ToTrainer]] = []
         self.said: asyncio.Queue[tuple[int, wire.ToController]] = asyncio.Queue()
+        self.incarnation = 0
         self.waiting = asyncio.Event()  # nothing is left to be received
         self.sending = asyncio.Event()
         self.ready = ready
@@ -62,6 +62,11 @@ class FakeEnd:
         if not self.ready:
             raise RemoteError(f"trainer: rank 1 sent no HELLO within {timeout_s:g} s")
         return 2
+
+    def renew(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.sent.clear()
+        self.said = asyncio.Queue()
 
     async def send(self, rank: int, message: wire.ToTrainer) -> None:
         self.sent.append((rank, message))
@@ -87,6 +92,23 @@ class FakeEnd:
             await self.waiting.wait()
 
 
+class FakeRanks:
+    """Processes that the test ends."""
+
+    def __init__(self) -> None:
+        self.ends: asyncio.Queue[str] = asyncio.Queue()
+        self.restarts: list[int] = []
+        self.failures: list[RemoteError] = []  # of the next restarts
+
+    async def ended(self) -> str:
+        return await self.ends.get()
+
+    async def restart(self, incarnation: int) -> None:
+        self.restarts.append(incarnation)
+        if self.failures:
+            raise self.failures.pop(0)
+
+
 class Linked:
     """A link whose start and receiver loops run."""
 
@@ -94,7 +116,7 @@ class Linked:
         self,
         end: FakeEnd,
         *,
-        process_ended: Any = None,
+        ranks: Any = None,
         start_timeout_s: float = 5.0,
         configure: Callable[[int], wire.Configure] = lambda rank: CONFIGURE,
         keep: Any = None,
@@ -112,10 +134,10 @@ class Linked:
         ticks = itertools.count(1)
         self.link = TrainerLink(
             end=end,  # type: ignore[arg-type]
+            ranks=ranks or FakeRanks(),
             num_ranks=2,
             configure=configure,
             start_timeout_s=start_timeout_s,
-            process_ended=process_ended or asyncio.Event().wait,
             now=lambda: float(next(ticks)),
             emit=self._emit,
             on_ready=self.ready.append,
@@ -230,7 +252,7 @@ async def test_ranks_that_would_resume_at_different_steps_end_the_run() -> None:
 async def test_a_rank_that_fails_ends_the_run_with_its_reason() -> None:
     async with linked() as one:
         await make_ready(one)
-        one.end.said.put_nowait((1, wire.TrainerFailed(rank=1, reason="group 7 is too old")))
+        one.end.said.put_nowait((1, wire.TrainerFailed(rank=1, reason="group 7 is too old", is_final=True)))
         with pytest.raises(RunFailed, match=r"^trainer rank 1: group 7 is too old$"):
             await one.receiver
 
@@ -400,21 +422,6 @@ async def test_ranks_that_are_not_ready_when_a_run_ends_are_not_told() -> None:
         await link.end.hears(1, ready(1))
         assert await link.link.stop("all 2 steps are trained")
         assert len(link.end.sent) == len(before) + 2
-
-
-async def test_the_end_of_the_process_ends_the_run_after_its_last_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer_link, "LAST_WORDS_S", 0.0)
-
-    async def ended() -> str:
-        return "trainer ended with exit code 1"
-
-    async with linked(process_ended=ended) as one:
-        loops = dict(one.link.loops())
-        assert list(loops) == ["trainer-start", "trainer-sender", "trainer-receiver", "trainer-process"]
-        with pytest.raises(RunFailed, match=r"^trainer ended with exit code 1$"):
-            await loops["trainer-process"]
-        for name in ("trainer-start", "trainer-sender", "trainer-receiver"):
-            loops[name].close()
 
 
 async def test_a_replayed_version_that_differs_is_an_event_with_both_digests() -> None:

@@ -106,6 +106,8 @@ class Outside:
 
         self.trainer_step: int | None = None  #: None until the trainer is ready
         self.ready_at = 0  #: the step it will report
+        self.starting = True  #: it will be ready
+        self.trainer_incarnation = 0
         self.waves: deque[cmd.TrainMicroBatch] = deque()  #: not yet trained
         self.num_waves = 0  #: given to the trainer for its step
         self.update_due = False  #: the last wave is trained, the step is not yet reported
@@ -231,6 +233,12 @@ class Outside:
         assert not (self.waves and self.waves[-1].last), "a micro-batch after the last one"
         self.waves.append(order)
         self.num_waves += 1
+
+    def _RestartTrainer(self, order: cmd.RestartTrainer) -> None:
+        assert self.trainer_step is None, "the trainer is started twice"
+        assert not self.starting, "the trainer is started twice"
+        assert order.incarnation == self.trainer_incarnation + 1
+        self.starting, self.trainer_incarnation = True, order.incarnation
 
     def _CondemnInstance(self, order: cmd.CondemnInstance) -> None:
         server = self.servers[order.instance]
@@ -562,8 +570,15 @@ class Outside:
         self.checkpoint = max(self.checkpoint, min(self.trainer_step, self.trained))
         self.deliver(ev.CheckpointSaved(self.now, self.checkpoint, ""))
 
-    def restart_trainer(self, *, back: int) -> None:
-        """The trainer dies, and will report a step between its last checkpoint and the step that it was at."""
+    def lose_trainer(self, *, back: int) -> None:
+        """The trainer dies, ready or not; the core has it started again."""
+        self.end_trainer(back=back)
+        self.starting = False
+        self.answer(ev.TrainerLost(self.now, self.trainer_incarnation, "injected"))
+        assert self.starting or self.outcome is not None or self.state.stopping
+
+    def end_trainer(self, *, back: int) -> None:
+        """The next one will report a step between the last checkpoint and the step that this one was at."""
         self.waves.clear()
         self.num_waves = 0
         self.update_due = False
@@ -594,11 +609,12 @@ class Outside:
         self.fetch = None
         self.barred.clear()
         self.dismissed.clear()
-        self.restart_trainer(back=back)
+        self.end_trainer(back=back)
+        self.starting, self.trainer_incarnation = True, 0
         self.epoch += 1
         self.restarted_at = len(self.journal)
         self.next_instance = InstanceId(max(self.servers) + 1)  # of those that have left it knows nothing, nor hears
-        removed = self.echoes_of_the_removed()
+        removed = [*self.echoes_of_the_removed(), *(e for e in self.late if isinstance(e, ev.TrainerLost))]
         self.late = deque([e for e in self.late if e not in removed], maxlen=self.late.maxlen)
         self.deliver(
             ev.ControllerRestarted(
@@ -655,7 +671,7 @@ class Outside:
             if server.up and server.pressed:
                 acts.append(lambda i=i: self.press(i, pressed=False))
         acts += [lambda i=i: self.let_go(i) for i in self.dismissed]
-        if self.trainer_step is None:
+        if self.trainer_step is None and self.starting:
             acts.append(self.ready)
         if self.may_train():
             acts.append(self.train)

@@ -470,6 +470,7 @@ def test_with_every_fault_at_once_each_group_is_trained_once_and_no_token_is_los
         grading_fails=0.02,
         zero_variance=0.2,
         controller_restarts=0.03,
+        trainer_dies=0.05,
         late_completion=0.2,
     )
     for seed in range(3):

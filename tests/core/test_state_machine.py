@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from dora.core import events as ev
+from dora.core.on_training import RESTART_PAUSES_S
 from dora.core.orchestration import SWITCHES, orchestration_of
 from dora.core.strategies import Settings, rules_of
 from tests.core.outside import DIGEST, Outside
@@ -272,10 +273,10 @@ class AnyOrder(RuleBasedStateMachine):
     def save_checkpoint(self) -> None:
         self.outside.save_checkpoint()
 
-    @while_running(lambda o: o.trainer_step is not None)
+    @while_running(lambda o: o.starting and o.state.feed.losses < len(RESTART_PAUSES_S))
     @rule(back=st.integers(0, 3))
-    def restart_trainer(self, back: int) -> None:
-        self.outside.restart_trainer(back=back)
+    def lose_trainer(self, back: int) -> None:
+        self.outside.lose_trainer(back=back)
 
     @while_running(lambda o: len(o.journal) > o.restarted_at + 25)
     @rule(back=st.integers(0, 3), replays=st.booleans())

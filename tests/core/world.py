@@ -61,6 +61,7 @@ class Faults:
     grading_fails: float = 0.0
     zero_variance: float = 0.0  #: per group
     controller_restarts: float = 0.0  #: per tick
+    trainer_dies: float = 0.0  #: per tick
     late_completion: float = 0.0  #: a completion is delivered twice
     call_fails: float = 0.0
     call_ends: float = 0.0  #: the environment ends the episode
@@ -303,6 +304,29 @@ class World:
             self.at(delay + 1e-3, stepped)
             self.at(delay + 2e-3, published)
 
+    def _lose_trainer(self) -> ev.Event:
+        self.trainer_epoch += 1
+        return ev.TrainerLost(self.now, self.state.feed.incarnation, "injected")
+
+    def _RestartTrainer(self, order: cmd.RestartTrainer) -> None:
+        step, epoch = self._from_checkpoint(), self.trainer_epoch
+
+        def ready() -> ev.Event | None:
+            return ev.TrainerReady(self.now, step) if epoch == self.trainer_epoch else None
+
+        def published() -> ev.Event | None:
+            return ev.VersionPublished(self.now, step, 1, {}) if epoch == self.trainer_epoch else None
+
+        self.at(order.after_s + 0.6, published)
+        self.at(order.after_s + 0.7, ready)
+
+    def _from_checkpoint(self) -> int:
+        """Return the step at which a trainer that is started again begins."""
+        for step in [step for step in self.micro_batches if step >= self.resume_step]:
+            del self.micro_batches[step]
+        self.trainer_free = self.now
+        return self.resume_step
+
     def _CondemnInstance(self, order: cmd.CondemnInstance) -> None:
         self.at(0.05, lambda: self._lose(order.instance, order.incarnation))
 
@@ -348,6 +372,8 @@ class World:
                 self.at(self.random.random(), lambda i=i, n=incarnation: self._lose(i, n))  # type: ignore[misc]
         if self.chance(self.faults.controller_restarts):
             self.at(0.5, self._restart)
+        if self.chance(self.faults.trainer_dies):
+            self.at(0.5 * self.random.random(), self._lose_trainer)
         return ev.Ticked(self.now)
 
     def _restart(self) -> ev.Event:
@@ -360,10 +386,7 @@ class World:
         self.alive.clear()
         for i in range(self.num_instances):
             self.at(0.5, self._up(i, kept=self.chance(self.faults.kept)))
-        step = self.resume_step
-        for s in [s for s in self.micro_batches if s >= step]:
-            del self.micro_batches[s]
-        self.trainer_free = self.now
+        step = self._from_checkpoint()
         self.at(0.7, lambda: ev.TrainerReady(self.now, step))
         self.at(0.6, lambda: ev.VersionPublished(self.now, step, 1, {}))
         return ev.ControllerRestarted(

@@ -44,13 +44,14 @@ from dora.transport.messages import TrainerFailed
 from tests.crash.disk import Disk, Step, Tree
 from tests.crash.environment import Converse, Hosts, NumberRenderer
 from tests.crash.loop import run
-from tests.crash.models import TORN, End, Engines, Faults, Graders, Held, Server, TrainerModel, make_model
+from tests.crash.models import TORN, End, Engines, Faults, Graders, Held, RanksModel, Server, make_model
 
 RUN_ID = "test-20260101-000000-abcd"
 INSTANCES = 2
 FULL_S = 90.0  #: time for which a disk is full, after FULL_FROM_S
 FULL_FROM_S = 1.0
 FAULTS = Faults()
+LOST_UNTIL_S = 12.0  #: the end of most runs
 #: Share of the kept servers that come from elsewhere.
 FOREIGN = 0.1
 
@@ -75,7 +76,8 @@ class Plan:
     rollout_only: bool = False
     more_steps: int = 0  # number of steps that a resume adds
     interrupted_at: float | None = None  # seconds; the first controller is stopped then
-    fails_at: float | None = None  # seconds; the first trainer fails then
+    fails_at: float | None = None  # seconds; the first trainer fails for good then
+    losses: int = 0  # of the ranks of each controller, at any time
     calls: bool = False  # episodes have several turns
     can_replay: bool = False  # episodes of a lost host are repeated
     keeps_servers: bool = False  # they outlive their controller, in whatever state they are
@@ -250,16 +252,17 @@ class World:
             opened = Opened(job, self.folder, stack, now=now, tell=tell, can_replay=self.plan.can_replay)
             fleet = self._fleet(opened, engines)
             recorder = opened.recorder(fleet)
-            ranks = job.config.trainer.ranks
-            end = End([asyncio.Queue() for _ in range(ranks)])
+            end: Any = End(job.config.trainer.ranks)
             trainer: Any
-            model = None
+            ranks = None
             if job.rollout_only:
                 trainer = opened.rollout_writer(recorder)
             else:
-                trainer = opened.trainer_link(end, recorder, process_ended=asyncio.Event().wait)  # type: ignore[arg-type]
                 arrived = lambda batch: note(f"wave {batch.step}/{batch.index}")  # noqa: E731
-                model = asyncio.create_task(TrainerModel(end, rng=rng, arrived=arrived).run())
+                ranks = RanksModel(end, opened, rng=rng, arrived=arrived)
+                trainer = opened.trainer_link(end, recorder, ranks=ranks)
+                for _ in range(self.plan.losses):
+                    loop.call_later(rng.uniform(0.0, LOST_UNTIL_S), ranks.lose)
             controller = make_controller(
                 opened,
                 engine=SglangEngine(engines),  # type: ignore[arg-type]
@@ -272,16 +275,17 @@ class World:
             if is_new and self.plan.interrupted_at is not None:
                 loop.call_later(self.plan.interrupted_at * rng.uniform(0.2, 2), controller.interrupt)
             if is_new and self.plan.fails_at is not None:
-                failure = TrainerFailed(rank=0, reason="out of memory")
+                failure = TrainerFailed(rank=0, reason="out of memory", is_final=True)
                 loop.call_later(self.plan.fails_at * rng.uniform(0.2, 2), end.outbox.put_nowait, (0, failure))
             outcome = await controller.run(opened.first)
             recorder.end(outcome)
             check_invariants(job.state)
             if isinstance(trainer, TrainerLink) and outcome.finished:
                 await trainer.stop(outcome.reason)
-                assert model is not None
-                await asyncio.wait({model}, timeout=STOP_TIMEOUT_S)  # ranks that are not ready receive no Stop
-                model.cancel()
+                assert ranks is not None
+                await asyncio.wait({ranks.tasks[-1]}, timeout=STOP_TIMEOUT_S)  # ranks that are not ready get no Stop
+                for model in ranks.tasks:
+                    model.cancel()
             if outcome.finished and opened.store.stranded(job.state.window.entries):
                 raise RunFailed("the last version is in memory alone")
             if outcome.finished and (line := opened.lost_versions()):

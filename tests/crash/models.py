@@ -13,7 +13,7 @@ import hashlib
 import random
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 
 from dora import files
+from dora.app.opening import Opened
 from dora.controller.fleet import Started
 from dora.core.strategies import Pause
 from dora.engine.api import GenerateRequest, GenerateResult, OnTokens
@@ -220,12 +221,16 @@ class Graders:
 # -- trainer ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
 class End:
     """The controller's end of the link to all ranks, without sockets."""
 
-    inboxes: list[asyncio.Queue[Any]]
-    outbox: asyncio.Queue[tuple[int, Any]] = field(default_factory=asyncio.Queue)
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self.renew(0)
+
+    def renew(self, incarnation: int) -> None:
+        self.inboxes: list[asyncio.Queue[Any]] = [asyncio.Queue() for _ in range(self._num_ranks)]
+        self.outbox: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
 
     async def wait_ready(self, timeout_s: float) -> None:
         return
@@ -237,11 +242,42 @@ class End:
         return await self.outbox.get()
 
 
+class RanksModel:
+    """The processes of a trainer. Those that are lost may go on for a while, as a host that was cut off does."""
+
+    def __init__(self, end: End, opened: Opened, *, rng: random.Random, arrived: Callable[[wire.MicroBatch], None]):
+        self._end = end
+        self._opened = opened
+        self._rng = rng
+        self._arrived = arrived
+        self.tasks: list[asyncio.Task[None]] = []
+        self.start()
+
+    def start(self) -> None:
+        self._lost = asyncio.Event()
+        model = TrainerModel(self._end, rng=self._rng, arrived=self._arrived)
+        self.tasks.append(asyncio.create_task(model.run()))
+
+    def lose(self) -> None:
+        self._lost.set()
+
+    async def ended(self) -> str:
+        await self._lost.wait()
+        return "trainer: killed"
+
+    async def restart(self, incarnation: int) -> None:
+        await self._opened.fence_ranks(incarnation)
+        if self._rng.random() < 0.5:
+            self.tasks[-1].cancel()
+            self._opened.store.unstage()
+        self.start()
+
+
 class TrainerModel:
     """All ranks of a trainer in one task."""
 
     def __init__(self, end: End, *, rng: random.Random, arrived: Callable[[wire.MicroBatch], None]) -> None:
-        self._end = end
+        self._inboxes, self._outbox = end.inboxes, end.outbox
         self._rng = rng
         self._arrived = arrived
         self._ranks = range(len(end.inboxes))
@@ -253,12 +289,12 @@ class TrainerModel:
         try:
             await self._run()
         except DoraError as err:
-            self._say(wire.TrainerFailed(rank=0, reason=str(err)))
+            self._say(wire.TrainerFailed(rank=0, reason=str(err), is_final=True))
 
     async def _run(self) -> None:
         order = (await self._next())[0]
         self._order = order
-        self._fence = partial(pass_fence, Path(order.fence), epoch=order.epoch)
+        self._fence = partial(pass_fence, Path(order.fence), epoch=order.epoch, incarnation=order.incarnation)
         self._store = VersionStore(
             memory_root=Path(order.memory_root), durable_root=Path(order.durable_root), fence=self._fence
         )
@@ -281,10 +317,10 @@ class TrainerModel:
             await self._publishing
 
     async def _next(self) -> list[Any]:
-        return [await inbox.get() for inbox in self._end.inboxes]
+        return [await inbox.get() for inbox in self._inboxes]
 
     def _say(self, message: Any, *, rank: int = 0) -> None:
-        self._end.outbox.put_nowait((rank, message))
+        self._outbox.put_nowait((rank, message))
 
     async def _pause(self) -> None:
         await asyncio.sleep(self._rng.choice((0.0, 0.01, 0.05, 0.4)))
@@ -336,7 +372,7 @@ class TrainerModel:
             made = {path.name: checksum_of(path) for path in sorted(staged.iterdir())} if replayed else {}
             manifest = self._store.seal(version, staged, chain=chain)
         except DoraError as err:
-            self._say(wire.TrainerFailed(rank=0, reason=str(err)))
+            self._say(wire.TrainerFailed(rank=0, reason=str(err), is_final=True))
             return
         differs = checksum_of_files(made) if replayed and made != manifest.files else ""
         self._say(

@@ -38,6 +38,8 @@ PLANS = {
         Plan("extended", more_steps=2),
         Plan("interrupted", interrupted_at=3.0),
         Plan("failed", fails_at=4.0),
+        Plan("lost-ranks", losses=2),
+        Plan("lost-ranks-synchronous", ("rollout.max_staleness=0", "trainer.checkpoint_every=3"), losses=3),
         Plan("rollout-only", rollout_only=True),
         Plan("synchronous", ("rollout.max_staleness=0", "trainer.checkpoint_every=1")),
         Plan("calls", ("eval.every=2",), calls=True),

@@ -153,19 +153,12 @@ def test_every_group_is_trained_exactly_once(lost: Lost) -> None:
     assert_audit_clean(lost.folder)
 
 
-def test_a_killed_engine_is_started_again_but_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
-    """One line says why, and no orphan is left."""
-    with Run(*small(tmp_path, trainer__ranks=2, run__steps=500)) as run:
-        before = run.until_trained(1)
+def test_a_killed_engine_is_started_again(tmp_path: Path) -> None:
+    with Run(*small(tmp_path, run__steps=5)) as run:
+        run.until_trained(1)
         run.engine(0).kill()
         run.until_status(lambda s: s["instances"][0]["incarnation"] == 2, what="the engine is back")
-        run.until_trained(before["steps_trained"] + 2)
-        children, folder = run.children(), run.folder
-        run.ranks()[1].kill()
         code = run.end()
-    assert code == 1, run.told()
-    lost, line = "".join(run.err).splitlines()
-    assert lost.startswith("warning: instance_lost instance=0 reason=")  # its end, or a stream that broke off
-    assert line.endswith(f"; logs: {folder.logs}; continue with dora run --resume {folder.root}")
-    assert line.startswith("dora: trainer ")  # its own exit or the other rank's error, whichever arrives first
-    until_gone(children)
+    assert code == 0, run.told()
+    [line] = "".join(run.err).splitlines()
+    assert line.startswith("warning: instance_lost instance=0 reason=")  # its end, or a stream that broke off

@@ -148,7 +148,7 @@ def _happenings(o: Outside, r: random.Random) -> Iterator[Callable[[], Any]]:
         yield o.train
     if o.trainer_step is not None:
         yield o.save_checkpoint
-        yield lambda: o.restart_trainer(back=r.randint(0, 3))
+        yield lambda: o.end_trainer(back=r.randint(0, 3))
     if len(o.journal) > o.restarted_at + 25:
         yield lambda: o.restart_controller(back=r.randint(0, 3))
     if o.late:

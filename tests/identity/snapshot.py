@@ -15,7 +15,7 @@ from dora.core.training import StepFeed
 from dora.core.versions import Version
 
 #: Counted since the digests were first recorded.
-_LATER = ("environment_failed", "replays")
+_LATER = ("environment_failed", "replays", "trainer_losses")
 
 
 def snapshot(state: State) -> dict[str, Any]:

@@ -48,7 +48,7 @@ RESUMED = {
 IN_ROWS = r"at|(.*\.)?duration_s|eta_s|trained_tokens_per_s|tokens_per_s|.*idle_share|(tokens|rank_s|instance_s)\..*"
 
 #: What snapshots have said since the recordings were taken, with its value in all of them.
-ADDED = [b'"requests":[],']
+ADDED = [b'"requests":[],', b',"trainer_losses":0']
 
 #: Kinds of inputs of a job without an environment that decide what is written.
 MATTERS = [

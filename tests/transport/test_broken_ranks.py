@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from dora.errors import ProtocolError, RemoteError
 from dora.transport import controller_end
 from dora.transport.codec import decode, encode
-from dora.transport.controller_end import READ_BURST, TrainerLost
+from dora.transport.controller_end import READ_BURST, RankLost
 from dora.transport.curve import CURVE_BYTES, MAX_TO_CONTROLLER_BYTES, guard_controller, guard_trainer
 from dora.transport.link import MAX_IGNORED, MAX_UNACKED, Link
 from dora.transport.messages import (
@@ -32,7 +32,7 @@ from tests.transport.peers import WAIT_S, controller, hello, rank, raw_peer, rep
 
 
 def data(number: int) -> list[bytes]:
-    return [bytes(part) for part in encode(ControllerData(epoch=0, id=number, message=report(number)))]
+    return [bytes(part) for part in encode(ControllerData(epoch=0, incarnation=0, id=number, message=report(number)))]
 
 
 async def refusal(raw) -> str:
@@ -55,7 +55,7 @@ async def refusal(raw) -> str:
         ([data(2**62)], 0, f"message {2**62} arrived when only 0 were consumed"),
         ([data(3)] * (MAX_IGNORED + 1), 0, f"{MAX_IGNORED + 1} messages arrived out of order, the last of them 3"),
         ([data(1)] * (MAX_IGNORED + 2), 1, f"{MAX_IGNORED + 1} messages arrived out of order, the last of them 1"),
-        ([encode(Ack(epoch=0, last_id=5))], 0, "message 5 was acknowledged, but only 0 were sent"),
+        ([encode(Ack(epoch=0, incarnation=0, last_id=5))], 0, "message 5 was acknowledged, but only 0 were sent"),
         ([[b"junk"]], 0, "a message that violates the protocol"),
         ([[*data(1), b"more"]], 0, "more array bytes than the header describes"),
     ],
@@ -72,7 +72,7 @@ async def test_a_rank_that_breaks_the_protocol_is_cut_off_with_one_line(messages
                 assert reason in await refusal(bad)
                 for number in range(num_received):
                     assert (await end.receive())[1] == report(number + 1)
-                with pytest.raises(TrainerLost, match=f"rank 0: .*{reason}"):
+                with pytest.raises(RankLost, match=f"rank 0: .*{reason}"):
                     await end.receive()
                 bad.send_multipart(encode(hello()))
                 with raw_peer(address) as late:
@@ -96,7 +96,7 @@ async def test_a_rank_that_reads_nothing_is_cut_off():
             for _ in range(100):
                 bad.send_multipart(encode(hello()))
             async with asyncio.timeout(WAIT_S):
-                with pytest.raises(TrainerLost, match="rank 0: it reads nothing"):
+                with pytest.raises(RankLost, match="rank 0: it reads nothing"):
                     await end.receive()
 
 
@@ -120,7 +120,8 @@ async def test_a_flood_does_not_starve_the_event_loop():
 async def test_a_message_too_long_for_the_controller_is_an_error_at_its_sender():
     async with controller() as (end, address), rank(address) as trainer:
         await end.wait_ready(WAIT_S)
-        overhead = sum(map(len, encode(ControllerData(epoch=0, id=1, message=TrainerFailed(rank=0, reason=""))))) + 4
+        shortest = ControllerData(epoch=0, incarnation=0, id=1, message=TrainerFailed(rank=0, reason=""))
+        overhead = sum(map(len, encode(shortest))) + 4
         longest = TrainerFailed(rank=0, reason="x" * (MAX_TO_CONTROLLER_BYTES - overhead))
         files = {f"model-{number:05}.safetensors": "f" * 64 for number in range(12_000)}
         published = VersionWritten(version=1, num_bytes=1, files=files, chain="0" * 32)

@@ -159,7 +159,7 @@ def test_bytes_that_violate_the_protocol_are_refused(frames):
 
 
 def test_a_frame_of_one_direction_is_refused_in_the_other():
-    frames = encode(ControllerData(epoch=0, id=1, message=StepDone(rank=0, step=0, metrics={})))
+    frames = encode(ControllerData(epoch=0, incarnation=0, id=1, message=StepDone(rank=0, step=0, metrics={})))
     with pytest.raises(ProtocolError):
         decode(frames, TrainerFrame)
     assert TrainerData.__struct_config__.tag != ControllerData.__struct_config__.tag

@@ -13,7 +13,7 @@ import zmq
 from dora.errors import ConfigError, RemoteError
 from dora.transport import controller_end, trainer_end
 from dora.transport.codec import encode
-from dora.transport.controller_end import TrainerLost
+from dora.transport.controller_end import RankLost
 from dora.transport.link import MAX_UNACKED
 from dora.transport.messages import (
     PROTOCOL_VERSION,
@@ -152,7 +152,7 @@ async def test_a_rank_that_consumes_nothing_is_lost_after_a_time_limit(monkeypat
         await end.wait_ready(WAIT_S)
         for _ in range(MAX_UNACKED):
             await end.send(0, Stop(reason="x"))
-        with pytest.raises(TrainerLost, match="consumed none of"):
+        with pytest.raises(RankLost, match="consumed none of"):
             await end.send(0, Stop(reason="x"))
 
 
@@ -200,7 +200,7 @@ async def test_a_duplicate_is_counted_and_ignored():
             raw.send_multipart(encode(hello()))
             await end.wait_ready(WAIT_S)
             for number in (1, 1, 3, 2):
-                raw.send_multipart(encode(ControllerData(epoch=0, id=number, message=report(number))))
+                raw.send_multipart(encode(ControllerData(epoch=0, incarnation=0, id=number, message=report(number))))
             assert [(await end.receive())[1].index for _ in range(2)] == [1, 2]
             assert (end.link(0).duplicates, end.link(0).gaps) == (1, 1)
 

@@ -37,7 +37,7 @@ function episodes(s) {
 function figures(s) {
   return {
     "run": `${s.run_id}, ${s.phase}${s.reason ? `: ${s.reason}` : ""}`,
-    "trainer": `${count(s.trainer.ranks_ready)} of ${plural(s.trainer.ranks, "rank")} ready; idle for ${s.trainer.mean_idle_share === null ? "" : `${percent(s.trainer.mean_idle_share)} of steps 2 to ${count(s.steps_trained)}; `}${percent(s.trainer.idle_share)} of the last step${s.trainer.idle_reason ? `, waiting for ${s.trainer.idle_reason}` : ""}`,
+    "trainer": `${count(s.trainer.ranks_ready)} of ${plural(s.trainer.ranks, "rank")} ready${s.counts.trainer_losses ? `, lost ${plural(s.counts.trainer_losses, "time")} and started again` : ""}; idle for ${s.trainer.mean_idle_share === null ? "" : `${percent(s.trainer.mean_idle_share)} of steps 2 to ${count(s.steps_trained)}; `}${percent(s.trainer.idle_share)} of the last step${s.trainer.idle_reason ? `, waiting for ${s.trainer.idle_reason}` : ""}`,
     "time of the ranks": spent(s.rank_s),
     "time of the servers": spent(s.instance_s),
     "servers": listed(s.instances_by_phase),

@@ -1,0 +1,159 @@
+"""A trainer that is lost: one event, and nothing more of that start of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from dora.controller import trainer_link
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.errors import RemoteError, RunFailed
+from dora.transport import messages as wire
+from dora.transport.messages import empty_micro_batch
+from tests.controller.test_trainer_link import FakeEnd, FakeRanks, Linked
+
+WAIT_S = 10.0
+
+
+@pytest.fixture(autouse=True)
+def no_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_link, "LAST_WORDS_S", 0.0)
+
+
+class Lost(Linked):
+    """A link whose trainer loop runs."""
+
+    def __init__(self, end: FakeEnd, ranks: FakeRanks) -> None:
+        super().__init__(end, ranks=ranks)
+        self.ranks = ranks
+        self.heard = asyncio.Event()
+        self.recalled: list[int] = []
+        self.link.recall = self._recall
+
+    async def _recall(self, step: int) -> None:
+        self.recalled.append(step)
+
+    async def _emit(self, event: ev.Event) -> None:
+        await super()._emit(event)
+        self.heard.set()
+
+    async def event(self, kind: type[ev.Event]) -> ev.Event:
+        """The next event of a kind; earlier ones are dropped."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                while self.events:
+                    if isinstance(event := self.events.pop(0), kind):
+                        return event
+                self.heard.clear()
+                await self.heard.wait()
+
+    async def restarted(self, incarnation: int) -> None:
+        self.end.sent.clear()
+        self.link.restart(cmd.RestartTrainer(incarnation, 0.0))
+        await self.end.has_sent(2)
+
+
+@asynccontextmanager
+async def running(*, failures: tuple[RemoteError, ...] = ()) -> AsyncIterator[Lost]:
+    """A link to two ranks that are ready."""
+    ranks = FakeRanks()
+    ranks.failures = [*failures]
+    lost = Lost(FakeEnd(), ranks)
+    await lost.close()  # its loops: the trainer loop has its own
+    [(_, loop)] = lost.link.loops()
+    task = asyncio.create_task(loop)
+    try:
+        await lost.end.has_sent(2)
+        await lost.end.hears(0, wire.RankReady(rank=0, next_step=3))
+        await lost.end.hears(1, wire.RankReady(rank=1, next_step=3))
+        await lost.event(ev.TrainerReady)
+        yield lost
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_ranks_that_have_ended_are_started_again_when_the_core_orders_it() -> None:
+    async with running() as one:
+        one.ranks.ends.put_nowait("trainer ended with SIGKILL")
+        lost = await one.event(ev.TrainerLost)
+        assert (lost.incarnation, lost.reason) == (0, "trainer ended with SIGKILL")
+        assert (one.ranks.restarts, one.ready[-1]) == ([], 0)
+        await one.restarted(1)
+        assert (one.end.incarnation, one.ranks.restarts) == (1, [1])
+        assert [order.incarnation for _, order in one.end.sent if isinstance(order, wire.Configure)] == [1, 1]
+        await one.end.hears(0, wire.RankReady(rank=0, next_step=2))
+        await one.end.hears(1, wire.RankReady(rank=1, next_step=2))
+        again = await one.event(ev.TrainerReady)
+        assert (again.step, one.recalled) == (2, [2])
+
+
+async def test_the_reason_of_a_rank_says_more_than_that_of_its_process() -> None:
+    async with running() as one:
+        await one.end.hears(1, wire.TrainerFailed(rank=1, reason="a collective failed"))
+        assert (await one.event(ev.TrainerLost)).reason == "trainer rank 1: a collective failed"
+
+
+async def test_a_failure_that_would_come_again_ends_the_run() -> None:
+    one = Lost(FakeEnd(), FakeRanks())
+    await one.close()
+    [(_, loop)] = one.link.loops()
+    one.end.said.put_nowait((0, wire.TrainerFailed(rank=0, reason="out of memory", is_final=True)))
+    with pytest.raises(RunFailed, match=r"^trainer rank 0: out of memory$"):
+        await loop
+
+
+async def test_waves_for_lost_ranks_are_not_sent_to_those_that_follow() -> None:
+    async with running() as one:
+        one.on_disk.clear()
+        wave = [empty_micro_batch(step=3, index=0, last=True, group_size=2) for _ in range(2)]
+        one.link.train(wave, position=5)
+        await asyncio.wait_for(one.waited.wait(), WAIT_S)
+        one.ranks.ends.put_nowait("killed")
+        await one.event(ev.TrainerLost)
+        one.link.train(wave, position=6)
+        one.on_disk.set()
+        await one.restarted(1)
+        await one.end.hears(0, wire.RankReady(rank=0, next_step=3))
+        await one.end.hears(1, wire.RankReady(rank=1, next_step=3))
+        await one.event(ev.TrainerReady)
+        assert [type(message).__name__ for _, message in one.end.sent] == ["Configure"] * 2
+        one.link.train(wave, position=7)
+        await one.end.has_sent(4)
+
+
+async def test_a_start_that_fails_is_another_loss() -> None:
+    async with running(failures=(RemoteError("trainer: cannot be ended"),)) as one:
+        one.ranks.ends.put_nowait("killed")
+        await one.event(ev.TrainerLost)
+        one.link.restart(cmd.RestartTrainer(1, 0.0))
+        lost = await one.event(ev.TrainerLost)
+        assert (lost.incarnation, lost.reason) == (1, "trainer: cannot be ended")
+        await one.restarted(2)
+        assert one.ranks.restarts == [1, 2]
+
+
+async def test_a_later_start_that_is_not_ready_in_time_is_a_loss() -> None:
+    async with running() as one:
+        one.link.start_timeout_s = 0.05
+        one.ranks.ends.put_nowait("killed")
+        await one.event(ev.TrainerLost)
+        await one.restarted(1)
+        lost = await one.event(ev.TrainerLost)
+        assert lost.reason == "trainer.start_timeout_s: ranks 0, 1 did not load the model within 0.05 s"
+
+
+async def test_a_checkpoint_that_lost_ranks_cannot_write_is_not_waited_for() -> None:
+    async with running() as one:
+        asked = asyncio.create_task(one.link.checkpoint(timeout_s=1e6))
+        await one.end.has_sent(4)
+        one.ranks.ends.put_nowait("killed")
+        assert not await asyncio.wait_for(asked, WAIT_S)
+        assert not await one.link.checkpoint(timeout_s=1e6)
+        assert not await one.link.stop("the end")
+        await one.link.drop_checkpoint("step-1")
+        assert len(one.end.sent) == 4

@@ -1,0 +1,142 @@
+"""Ranks and torchrun that are killed at any moment: they are started again, and the run goes on by itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.journal.reader import Journal
+from dora.journal.run_folder import RunFolder
+from tests.e2e.runs import Run, assert_audit_clean, events_of, orders_of, settings, small, until, until_gone
+
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
+
+STEPS = 6
+#: From a kill to the next step, with the start of the ranks, on a loaded machine.
+AGAIN_S = 60.0
+
+
+@dataclass
+class Survived:
+    """A run whose ranks were killed again and again."""
+
+    folder: RunFolder
+    code: int
+    told: str
+    num_lost: int
+    children: list[psutil.Process]
+
+
+def torchrun(run: Run) -> psutil.Process:
+    [process] = [child for child in run.children() if "torch.distributed.run" in child.cmdline()]
+    return process
+
+
+def loading(run: Run) -> list[psutil.Process]:
+    """The ranks of a new start, once there are any."""
+    return until(lambda: run.ranks() if run.status()["trainer"]["ranks_ready"] == 0 else None, what="new ranks")
+
+
+@pytest.fixture(scope="module")
+def survived(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Survived:
+    arguments = settings(
+        run__folder=tmp_path_factory.mktemp("runs"),
+        run__steps=STEPS,
+        model__path=slow_model,
+        rollout__groups_per_step=4,
+        rollout__group_size=4,
+        rollout__filter_zero_variance=False,
+        rollout__max_new_tokens=128,
+        rollout__max_staleness=1,
+        engine__instances=2,
+        trainer__ranks=2,
+        trainer__checkpoint_every=2,
+        trainer__threads=1,
+        eval__sets="[]",
+        status__port=0,
+    )
+    with Run(*arguments) as run:
+        run.until_trained(1)
+        run.ranks()[1].kill()
+        loading(run)[0].kill()
+        run.until_trained(2)
+        torchrun(run).kill()
+        run.until_trained(4)
+        run.ranks()[0].kill()
+        run.until_status(lambda s: s["trainer"]["ranks_ready"] == 2, what="the ranks are ready")
+        children = run.children()
+        code = run.end()
+        return Survived(run.folder, code, run.told(), 4, children)
+
+
+def test_the_run_ends_by_itself_with_every_step_trained(survived: Survived) -> None:
+    assert survived.code == 0, survived.told
+    assert max(event.step for event in events_of(survived.folder, ev.StepTrained)) == STEPS - 1
+    assert_audit_clean(survived.folder)
+    until_gone(survived.children)
+
+
+def test_each_start_has_its_number_and_each_loss_is_told_once(survived: Survived) -> None:
+    lost = events_of(survived.folder, ev.TrainerLost)
+    assert [event.incarnation for event in lost] == [*range(survived.num_lost)]
+    assert [order.incarnation for order in orders_of(survived.folder, cmd.RestartTrainer)] == [
+        *range(1, survived.num_lost + 1)
+    ]
+    assert survived.told.count("trainer_lost") == survived.num_lost
+
+
+def test_versions_keep_their_bytes_and_steps_their_history(survived: Survived) -> None:
+    """The same number of ranks computes the same bits."""
+    published = events_of(survived.folder, ev.VersionPublished)
+    assert {event.version for event in published} == {*range(STEPS + 1)}
+    assert len(published) > STEPS + 1, "some were written again"
+    assert not [event for event in published if event.differs]
+    assert len({(event.version, event.chain, *event.files.values()) for event in published}) == STEPS + 1
+    trained = events_of(survived.folder, ev.StepTrained)
+    assert len({(event.step, event.chain) for event in trained}) == STEPS
+
+
+def test_each_group_is_trained_once_and_each_answer_sampled_once(survived: Survived) -> None:
+    trained = [g for order in orders_of(survived.folder, cmd.ForgetGroups) for g in order.groups]
+    assert sorted(trained) == [order.group for order in orders_of(survived.folder, cmd.AdmitGroup)]
+
+
+def test_generation_goes_on_meanwhile_and_training_is_back_in_a_minute(survived: Survived) -> None:
+    events = [event for event, _ in Journal(survived.folder.journal)]
+    lost = [place for place, event in enumerate(events) if isinstance(event, ev.TrainerLost)]
+    ready = [place for place, event in enumerate(events) if isinstance(event, ev.TrainerReady)]
+    generated = [place for place, event in enumerate(events) if isinstance(event, ev.ProgressReported)]
+    assert any(begin < place < end for begin, end in zip(lost[1:], ready[1:], strict=False) for place in generated)
+    for begin in lost[1:]:
+        again = next(event for event in events[begin:] if isinstance(event, ev.MicroBatchTrained))
+        assert again.at - events[begin].at < AGAIN_S
+
+
+def test_the_rows_of_metrics_are_those_of_a_run_without_losses(survived: Survived) -> None:
+    rows = [json.loads(line) for line in survived.folder.metrics.read_text().splitlines()]
+    steps = [row["step"] for row in rows if row["kind"] == "step"]
+    assert steps == [*range(STEPS)]
+    assert all(before["at"] < after["at"] for before, after in pairwise(row for row in rows if row["kind"] == "step"))
+
+
+def test_ranks_that_cannot_start_again_end_the_run_which_can_be_resumed(tmp_path: Path) -> None:
+    """Each of them is killed as soon as it is there."""
+    with Run(*small(tmp_path, trainer__ranks=2, run__steps=500)) as run:
+        run.until_trained(1)
+        children, folder = run.children(), run.folder
+        while run.process.poll() is None:
+            for rank in run.ranks():
+                rank.kill()
+        code = run.end()
+    assert code == 1, run.told()
+    line = "".join(run.err).splitlines()[-1]
+    assert line.startswith("dora: the trainer was lost 5 times without training a step: trainer ")
+    assert line.endswith(f"; logs: {folder.logs}; continue with dora run --resume {folder.root}")
+    until_gone(children)
