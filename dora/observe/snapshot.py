@@ -155,7 +155,7 @@ class Counts:
         int,
         Figure("starts", "of the trainer's ranks that were lost; they were started again"),
         Metric("trainer_losses_total", "Starts of the trainer's ranks that were lost and repeated."),
-    ]
+    ] = 0  # in a folder from before it was counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -313,4 +313,4 @@ class TestAnyOrder(AnyOrder.TestCase):  # type: ignore[misc]
 
 @pytest.mark.deep
 class TestAnyOrderLong(AnyOrder.TestCase):  # type: ignore[misc]
-    settings = examples(150)
+    settings = examples(80)

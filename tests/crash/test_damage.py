@@ -12,7 +12,7 @@ from tests.crash.damage import TARGETS, damage
 from tests.crash.disk import crashed
 from tests.crash.points import PLANS, Prober
 
-CASES = 45
+CASES = 30
 SHALLOW = 15
 
 

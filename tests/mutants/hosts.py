@@ -56,8 +56,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "tests/controller/test_trainer_link.py",
         (
             "checkpoint-saved-before-all-hosts-have-it",
-            "not all(self._written.values()):",
-            "not self._written[0]:",
+            "not all(self._start.written.values()):",
+            "not self._start.written[0]:",
             "test_a_checkpoint_is_saved_when_every_folder_has_it",
         ),
         (

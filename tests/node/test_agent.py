@@ -40,7 +40,7 @@ from tests.weights.nodes import FILES, KEY, held, node, publish, store_at
 
 #: A server whose address names its process.
 SERVER = "import os, threading; print(f'ready http://127.0.0.1:{os.getpid()}', flush=True); threading.Event().wait(300)"
-RANKS = RanksOrder(start=1, port=1, node_rank=0, nodes=1, master="", checkpoints={})
+RANKS = RanksOrder(start=1, port=1, node_rank=0, nodes=1, master="", incarnation=0, checkpoints={})
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def is_up(start: int) -> Callable[[Report], bool]:
 
 
 def epoch_at(fence: str) -> int:
-    return int(Path(fence).read_text())
+    return int(Path(fence).read_text().partition(".")[0])
 
 
 def has_ended(report: Report) -> bool:

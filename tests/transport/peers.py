@@ -93,9 +93,17 @@ async def rank(
     world_size: int = 1,
     token: str = TOKEN,
     timeout_s: float = WAIT_S,
+    incarnation: int = 0,
     has_lease: bool = False,
 ) -> AsyncIterator[TrainerEnd]:
-    end = TrainerEnd(address=address, token=token, rank=number, world_size=world_size, has_lease=has_lease)
+    end = TrainerEnd(
+        address=address,
+        token=token,
+        rank=number,
+        world_size=world_size,
+        incarnation=incarnation,
+        has_lease=has_lease,
+    )
     try:
         await asyncio.to_thread(end.connect, timeout_s)
         yield end

@@ -23,6 +23,7 @@ from dora.weights.fence import StaleEpoch, pass_fence, raise_fence
 from dora.weights.store import (
     MANIFEST,
     OWNER,
+    Manifest,
     StoreError,
     VersionLost,
     VersionStore,
@@ -88,12 +89,33 @@ def test_a_process_of_a_controller_that_was_replaced_makes_no_version_visible(tm
     raise_fence(tmp_path / "epoch", epoch=1)
     fence = partial(pass_fence, tmp_path / "epoch", epoch=0)
     store = VersionStore(memory_root=tmp_path / "memory", durable_root=tmp_path / "durable", fence=fence)
-    with pytest.raises(StaleEpoch, match="controller epoch 1 has taken over the run"):
+    with pytest.raises(StaleEpoch, match=r"1\.0 have taken over the run"):
         publish(store, 3)
     assert store.live() == []
     raise_fence(tmp_path / "epoch", epoch=0)
     publish(store, 3)
     assert store.live() == [3]
+
+
+def test_a_rank_that_was_replaced_makes_no_version_visible(tmp_path: Path) -> None:
+    raise_fence(tmp_path / "epoch", epoch=3, incarnation=1)
+    roots = {"memory_root": tmp_path / "memory", "durable_root": tmp_path / "durable"}
+    replaced, present = (
+        VersionStore(**roots, fence=partial(pass_fence, tmp_path / "epoch", epoch=3, incarnation=number))
+        for number in range(2)
+    )
+    with pytest.raises(StaleEpoch, match=r"3\.1 have taken over the run; this process belongs to 3\.0"):
+        publish(replaced, 3)
+    assert replaced.live() == []
+    publish(present, 3)
+    assert replaced.live() == [3]
+
+
+def test_what_dead_ranks_were_writing_is_deleted_but_not_what_others_write(store: VersionStore) -> None:
+    dead, fetched = store.stage(3), store.stage_copy(Manifest(4, {"f": "0"}, 1))
+    assert fetched is not None
+    store.unstage()
+    assert (dead.exists(), fetched.exists()) == (False, True)
 
 
 def test_a_copy_that_does_not_match_its_checksums_is_deleted_and_named(store: VersionStore) -> None:

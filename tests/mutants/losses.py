@@ -1,0 +1,90 @@
+"""Mutations of what happens when the trainer is lost: incarnations, the bound, and what replaced ranks may still do."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Mutant, of
+
+MUTANTS: Final[tuple[Mutant, ...]] = (
+    *of(
+        "dora/core/on_training.py",
+        "tests/core/test_lost_trainer.py",
+        (
+            "late-loss-believed",
+            "    if event.incarnation != feed.incarnation:\n",
+            "    if False:\n",
+            "test_what_an_earlier_start_says_late_changes_nothing",
+        ),
+        (
+            "losses-without-a-bound",
+            "    if feed.losses > len(RESTART_PAUSES_S):\n",
+            "    if False:\n",
+            "test_after_some_losses_in_a_row_the_run_ends_and_can_be_resumed",
+        ),
+        (
+            "run-that-gave-up-cannot-be-resumed",
+            '        state.stalled = True\n        fail(state, f"the trainer was lost',
+            '        fail(state, f"the trainer was lost',
+            "test_after_some_losses_in_a_row_the_run_ends_and_can_be_resumed",
+        ),
+        (
+            "loss-counts-as-silence",
+            "    feed.lost()\n    state.counters.trainer_losses += 1\n    state.progress_at = state.now\n",
+            "    feed.lost()\n    state.counters.trainer_losses += 1\n",
+            "test_a_loss_gives_the_ranks_the_time_without_progress_anew",
+        ),
+    ),
+    *of(
+        "dora/core/steps.py",
+        "tests/core/test_lost_trainer.py",
+        (
+            "losses-never-forgiven",
+            "    state.feed.losses = 0\n",
+            "",
+            "test_a_step_that_is_trained_for_the_first_time_forgives_the_losses_before_it",
+        ),
+    ),
+    *of(
+        "dora/controller/trainer_link.py",
+        "tests/controller/test_lost_trainer.py",
+        (
+            "lost-checkpoint-waited-for",
+            "(self._checkpoint, self._start.lost)]",
+            "(self._checkpoint,)]",
+            "test_a_checkpoint_that_lost_ranks_cannot_write_is_not_waited_for",
+        ),
+        (
+            "final-failure-repeated",
+            "                    if message.is_final:\n",
+            "                    if False:\n",
+            "test_a_failure_that_would_come_again_ends_the_run",
+        ),
+    ),
+    *of(
+        "dora/transport/controller_end.py",
+        "tests/transport/test_incarnations.py",
+        (
+            "replaced-rank-admitted",
+            "        if hello.incarnation != self._incarnation:\n",
+            "        if False:\n",
+            "test_a_rank_that_was_replaced_is_refused_and_what_it_sends_is_dropped_and_counted",
+        ),
+        (
+            "message-of-a-replaced-rank-taken",
+            "(frame.epoch, frame.incarnation) != (self._epoch, self._incarnation)",
+            "frame.epoch != self._epoch",
+            "test_frames_of_another_incarnation_are_dropped_even_from_an_admitted_rank",
+        ),
+    ),
+    *of(
+        "dora/weights/fence.py",
+        "tests/weights/test_store.py",
+        (
+            "fence-without-incarnation",
+            '    if held != f"{epoch}.{incarnation}":\n',
+            '    if held.partition(".")[0] != str(epoch):\n',
+            "test_a_rank_that_was_replaced_makes_no_version_visible",
+        ),
+    ),
+)
