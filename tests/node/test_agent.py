@@ -167,7 +167,9 @@ async def test_servers_stay_at_a_change_of_controller_and_ranks_end(tmp_path: Pa
         async with agent(tmp_path, there.address) as here:
             await there.welcome(job(tmp_path))
             await there.order(servers={0: 1}, ranks=RANKS)
-            before = await there.report(lambda told: is_up(1)(told) and told.ranks is not None)
+            before = await there.report(
+                lambda told: is_up(1)(told) and told.ranks is not None and told.ranks.phase == "up"
+            )
             assert before.ranks is not None
             assert before.ranks.phase == "up"
             there.term = 3
