@@ -76,7 +76,11 @@ def to_trainer() -> list[bytes]:
     ]
     return [
         packed(one)
-        for one in (*frames, encode(Welcome(epoch=1, incarnation=0, last_id=0)), encode(Ack(epoch=1, last_id=2)))
+        for one in (
+            *frames,
+            encode(Welcome(epoch=1, incarnation=0, last_id=0)),
+            encode(Ack(epoch=1, incarnation=0, last_id=2)),
+        )
     ]
 
 
