@@ -30,7 +30,7 @@ from dora.journal.run_folder import RunFolder
 #: Generous: other work may share the machine.
 START_S = 120.0
 END_S = 240.0
-POLL_S = 0.1
+POLL_S = 0.2
 
 Found = TypeVar("Found")
 E = TypeVar("E", bound=Event)

@@ -30,7 +30,7 @@ from tests.e2e.runs import (
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
 
 STEPS = 6
-MAX_NEW_TOKENS = 512  # seconds even on a fast machine: the journal is read a second or two behind
+MAX_NEW_TOKENS = 320  # seconds even on a fast machine: the journal is read a second or two behind
 #: An answer killed with so many tokens has something to lose.
 MANY_TOKENS = 32
 TRIES = 20
