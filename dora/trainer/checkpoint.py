@@ -166,7 +166,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], what: str) -> str:
 
 
 def _for_this_user(path: str, flags: int) -> int:
-    """Open a file that nobody else needs, not even a group that reads the run."""
+    """Open a file that only this user can read, whatever the group of the run."""
     return os.open(path, flags, 0o600)
 
 

@@ -75,6 +75,20 @@ def small(folder: Path, **changes: object) -> list[str]:
     return [argument for key, value in values.items() for argument in ("--set", f"{key}={_toml(value)}")]
 
 
+def slow(folder: Path, model: Path, **changes: object) -> list[str]:
+    """A job whose answers take long enough for something to happen to them; `model`: the fixture `slow_model`."""
+    values: dict[str, object] = {
+        "run__folder": folder,
+        "model__path": model,
+        "rollout__groups_per_step": 4,
+        "rollout__group_size": 4,
+        "rollout__filter_zero_variance": False,
+        "eval__sets": "[]",
+        "status__port": 0,
+    }
+    return settings(**{**values, **changes})
+
+
 def paced_workload(
     *, steps: int, devices: int, rollout_devices: int, slots: int, kv_tokens: int, tokens_s_per_device: float
 ) -> str:
