@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter, defaultdict
+from typing import Any
 
 import pytest
 
@@ -20,29 +21,36 @@ def prompt(env: Lookup, seed: int) -> str:
     return str(message["content"])
 
 
-def look_up(env: Lookup, key: str) -> str:
-    outcome = asyncio.run(env.step(Turn("", calls=(ToolCall("call_0", "look_up", {"key": key}),))))
+async def look_up(env: Lookup, key: str) -> str:
+    outcome = await env.step(Turn("", calls=(ToolCall("call_0", "look_up", {"key": key}),)))
     assert isinstance(outcome, Observation)
     return str(outcome.messages[0]["content"])
 
 
-def answer(env: Lookup, value: str) -> float | None:
-    outcome = asyncio.run(env.step(Turn(value)))
+async def answer(env: Lookup, value: str) -> float | None:
+    outcome = await env.step(Turn(value))
     assert isinstance(outcome, End)
     return outcome.reward
 
 
-def follow(env: Lookup, seed: int) -> float | None:
-    """The reward of a policy that does all it can: it looks up the first key, and then what it is given."""
+async def follow(env: Lookup, seed: int) -> float | None:
+    """Return the reward of a policy that does all it can: it looks up the first key, and then what it is given."""
     found = prompt(env, seed).split()[0]
     while found in KEYS:
-        found = look_up(env, found)
-    return answer(env, found)
+        found = await look_up(env, found)
+    return await answer(env, found)
+
+
+def follow_each(seeds: range, **options: Any) -> list[float | None]:
+    async def all_of_them() -> list[float | None]:
+        return [await follow(Lookup(**options), seed) for seed in seeds]
+
+    return asyncio.run(all_of_them())
 
 
 @pytest.mark.parametrize("options", [{}, {"named": 3, "hops": 4}])
 def test_what_the_first_look_up_returns_leads_to_the_answer(options: dict[str, int]) -> None:
-    assert all(follow(Lookup(**options), seed) == 1.0 for seed in range(60))
+    assert follow_each(range(60), **options) == [1.0] * 60
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -53,7 +61,7 @@ def test_the_prompt_has_nothing_of_the_table_but_the_keys_it_names(size: int) ->
         named = text.split()
         assert re.fullmatch(r"k\d+( k\d+)*", text)
         assert len(set(named)) == size
-        assert look_up(env, named[0]) in set(KEYS) - set(named)
+        assert asyncio.run(look_up(env, named[0])) in set(KEYS) - set(named)
     tools = str(Lookup().schemas())
     assert not any(re.search(rf"\b{word}\b", tools) for word in KEYS + VALUES)
 
@@ -83,7 +91,7 @@ def test_without_calls_no_fixed_answer_and_no_answer_by_the_asked_key_is_better_
 
 
 def test_with_the_answers_of_another_table_the_best_policy_is_at_chance() -> None:
-    rewards = [follow(Lookup(shuffled=True), seed) or 0.0 for seed in range(1500)]
+    rewards = [reward or 0.0 for reward in follow_each(range(1500), shuffled=True)]
     assert sum(rewards) / len(rewards) == pytest.approx(CHANCE, abs=0.025)
     assert prompt(Lookup(shuffled=True), 5) == prompt(Lookup(), 5)
 
@@ -91,7 +99,7 @@ def test_with_the_answers_of_another_table_the_best_policy_is_at_chance() -> Non
 def test_a_key_that_leads_nowhere_is_told() -> None:
     env = Lookup()
     prompt(env, 0)
-    assert look_up(env, "k99") == "none"
+    assert asyncio.run(look_up(env, "k99")) == "none"
 
 
 @pytest.mark.parametrize("options", [{"named": 0}, {"hops": 1}, {"named": 20}])

@@ -33,7 +33,8 @@ def _answer(case: dict[str, Any], told: list[str]) -> dict[str, Any]:
     source = config.task.sources[0]
     if case["do"] == "rows":
         opened = open_source(source, field="task.sources.0", seed=0, split="train")
-        return {"rows": [dict(opened.row(index)) for index in range(opened.num_rows or 0)], "revision": source.revision}
+        rows = [dict(opened.row(index)) for index in range(opened.num_rows or 0)]
+        return {"rows": rows, "revision": source.revision, "model": config.model.revision}
     return {"revision": config.model.revision, "data": source.revision}
 
 

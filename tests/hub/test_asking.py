@@ -43,7 +43,7 @@ def files_asked(stub: HubStub) -> set[str]:
             if one["method"] == "GET" and "/resolve/" in one["path"]}  # fmt: skip
 
 
-def test_only_what_is_used_is_downloaded_and_nothing_is_asked_of_a_commit_that_is_here(filled: HubStub) -> None:
+def test_only_what_is_used_is_downloaded(filled: HubStub) -> None:
     used = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     [looked] = filled.ask(case("look", model(), data()))
     assert files_asked(filled) == {*used, "README.md"}, "a check downloads what it needs to say how much there is"
@@ -51,7 +51,13 @@ def test_only_what_is_used_is_downloaded_and_nothing_is_asked_of_a_commit_that_i
     [fetched] = filled.ask(case("rows", model(), data()))
     assert files_asked(filled) == {"model.safetensors", "main/train-0.jsonl"}
     assert fetched["rows"] == ROWS
-    pinned = (model(revision=looked["revision"]), data(revision=fetched["revision"]))
+    assert fetched["model"] == looked["revision"]
+
+
+def test_nothing_is_asked_of_a_commit_that_is_here(filled: HubStub) -> None:
+    [fetched] = filled.ask(case("rows", model(), data()))
+    filled.asked()
+    pinned = (model(revision=fetched["model"]), data(revision=fetched["revision"]))
     offline, online = (filled.ask(case("rows", *pinned), HF_HUB_OFFLINE=flag)[0] for flag in ("1", "0"))
     assert offline["rows"] == online["rows"] == ROWS
     assert filled.asked() == []
@@ -164,7 +170,7 @@ def require_lines(says: dict[str, list[dict[str, Any]]]) -> None:
         assert "it is not in the cache either" in answers[1]["error"]
 
 
-def test_offline_the_cache_is_used_or_the_line_says_that_nothing_is_there(filled: HubStub) -> None:
+def test_offline_the_line_says_what_the_cache_lacks(filled: HubStub) -> None:
     none = filled.ask(case("fetch", model()), case("fetch", data()), HF_HUB_OFFLINE="1")
     assert [answer["error"].partition(" is not a path here, nor in the cache of the hub (")[0] for answer in none] == [
         f"model.path: {MODEL}",
@@ -174,6 +180,9 @@ def test_offline_the_cache_is_used_or_the_line_says_that_nothing_is_there(filled
     filled.ask(case("look", model()))
     [incomplete] = filled.ask(case("fetch", model()), HF_HUB_OFFLINE="1")
     assert "lacks model.safetensors of someone/small@" in incomplete["error"]
+
+
+def test_offline_the_cache_is_used(filled: HubStub) -> None:
     filled.ask(case("fetch", model(), data()))
     filled.asked()
     [whole] = filled.ask(case("rows", model(), data()), HF_HUB_OFFLINE="1")

@@ -24,7 +24,7 @@ _TESTS: Final = """
 import subprocess, sys
 import pytest
 
-BUSY = "import time; end = time.process_time() + 0.6\\nwhile time.process_time() < end: pass"
+BUSY = "import time; end = time.process_time() + 0.5\\nwhile time.process_time() < end: pass"
 
 def test_quick(): pass
 def test_busy(): exec(BUSY)
@@ -66,12 +66,19 @@ def test_a_slow_machine_is_no_reason_to_fail(tmp_path: Path) -> None:
     assert "TOO LONG" not in done.stdout
 
 
-def test_the_setup_and_idle_time_have_limits_of_their_own_and_the_one_whole_run_is_exempt() -> None:
-    def is_too_long(test: str, *, setup_s: float = 0.0, cpu_s: float = 0.0, idle_s: float = 0.0) -> bool:
-        return Duration(test, False, setup_s, cpu_s, 60.0, idle_s).is_too_long()
+def test_a_test_over_its_limit_is_named_before_it_fails(tmp_path: Path) -> None:
+    done = run_tests(tmp_path, conftest=_CONFTEST.replace("LIMIT_S = 0.1", "LIMIT_S = 0.2; durations.FAILS_AT = 100"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "TOO LONG" not in done.stdout
+    assert "LONG test_it.py::test_busy: " in done.stdout
 
-    assert not is_too_long("tests/e2e/test_run.py::test_a", setup_s=40.0, cpu_s=6.0)
-    assert not is_too_long("tests/log/test_log.py::test_a", setup_s=6.0, cpu_s=4.0, idle_s=4.0)
-    assert is_too_long("tests/log/test_log.py::test_a", setup_s=11.0)
-    assert is_too_long("tests/log/test_log.py::test_a", cpu_s=6.0)
-    assert is_too_long("tests/log/test_log.py::test_a", idle_s=6.0)
+
+def test_the_setup_and_idle_time_have_limits_of_their_own_and_the_one_whole_run_is_exempt() -> None:
+    def times(test: str, *, setup_s: float = 0.0, cpu_s: float = 0.0, idle_s: float = 0.0) -> float:
+        return Duration(test, False, setup_s, cpu_s, 60.0, idle_s).times_limit()
+
+    assert times("tests/e2e/test_run.py::test_a", setup_s=40.0, cpu_s=6.0) == 0
+    assert times("tests/log/test_log.py::test_a", setup_s=6.0, cpu_s=4.0, idle_s=4.0) == pytest.approx(0.8)
+    assert times("tests/log/test_log.py::test_a", setup_s=11.0) == pytest.approx(1.1)
+    assert times("tests/log/test_log.py::test_a", cpu_s=6.0) == pytest.approx(1.2)
+    assert times("tests/log/test_log.py::test_a", idle_s=6.0) == pytest.approx(1.2)
