@@ -27,7 +27,7 @@ GROUPS: Final = {
     "time": ("at", "duration_s", "idle_s"),
     "checks": (
         *("version_conflicts", "scheduling_aborts", "staleness_violations"),
-        *("late_completions", "migrations", "recovered"),
+        *("late_completions", "migrations", "recovered", "trainer_losses"),
     ),
     "controller": ("lag_p99_s", "controller_cpu_s"),
 }
