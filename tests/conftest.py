@@ -2,7 +2,8 @@
 
 With several workers (`pytest -n`) a file's tests run in one of them, unless they name a group of their own. The deep
 tests of some folders have processes that keep two cores busy, so that only half of the workers run those of one kind at
-the same time; the two kinds take about as long. They begin first, since they take longest.
+the same time; the two kinds take about as long. They begin first, since they take longest. `--turn=K/N` runs the deep
+tests of every N-th file only: all of them take longer than a check of each change may.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ _KINDS: Final = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help = "of the files with deep tests of each kind, run every N-th one from number K on"
+    parser.addoption("--turn", metavar="K/N", default="0/1", help=help)
+
+
 @pytest.hookimpl(wrapper=True)  # before the plugin, which reads the names
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
     """Name the group of each test; --dist=loadgroup keeps it in one worker."""
@@ -49,6 +55,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, N
         item.add_marker(pytest.mark.xdist_group(group))
     yield
     items.sort(key=lambda item: _kind(item) is None)  # after pytest's own order
+    if away := _not_their_turn(items):
+        items[0].config.hook.pytest_deselected(items=away)
+        left = {*away}
+        items[:] = [item for item in items if item not in left]
+
+
+def _not_their_turn(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the deep tests that do not run this time."""
+    deep = [item for item in items if item.get_closest_marker("deep") is not None]
+    files: dict[str | None, set[Path]] = {_kind(item): set() for item in deep}
+    for item in deep:
+        files[_kind(item)].add(item.path)
+    number, _, count = items[0].config.getoption("turn").partition("/") if items else ("0", "", "1")
+    chosen = {path for of_kind in files.values() for path in sorted(of_kind)[int(number) :: int(count)]}
+    return [item for item in deep if item.path not in chosen]
 
 
 def _kind(item: pytest.Item) -> str | None:

@@ -356,7 +356,10 @@ class Opened:
 
     async def fence_ranks(self, incarnation: int) -> None:
         """Let only ranks of this incarnation make anything visible, and find out where they start."""
-        await asyncio.to_thread(raise_fence, self.folder.fence, epoch=self.term, incarnation=incarnation)
+        try:
+            await asyncio.to_thread(raise_fence, self.folder.fence, epoch=self.term, incarnation=incarnation)
+        except OSError as err:
+            raise RunFailed(f"{self.folder.fence}: cannot be written ({err.strerror})") from err
         self.start = resuming.start_again(self.folder, self.job.state)
 
     def rollout_writer(self, recorder: Recorder) -> RolloutWriter:

@@ -149,7 +149,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], what: str) -> str:
     plan = plan_files(specs, max_bytes=sum(spec.num_bytes for spec in specs))
     [file] = plan.files
     digest = xxhash.xxh3_128()
-    with clear_errors(what), path.open("wb") as opened:
+    with clear_errors(what), open(path, "wb", opener=_for_this_user) as opened:
         opened.write(file.header)
         opened.flush()
         os.posix_fallocate(opened.fileno(), 0, file.num_bytes)
@@ -163,6 +163,11 @@ def _write(path: Path, tensors: Mapping[str, Tensor], what: str) -> str:
         files.wrote(path)
         files.sync(path)
     return digest.hexdigest()
+
+
+def _for_this_user(path: str, flags: int) -> int:
+    """Open a file that only this user can read, whatever the group of the run."""
+    return os.open(path, flags, 0o600)
 
 
 def _complete(written: Path, manifest: CheckpointManifest, what: str) -> None:

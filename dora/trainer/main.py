@@ -247,8 +247,8 @@ def _report_failure(end: TrainerEnd, rank: int, err: BaseException) -> None:
 
 
 def _is_final(err: BaseException) -> bool:
-    """Whether ranks that are started again would fail again: invalid input, a full disk, no memory, a bug in the
-    protocol; not what other processes did, and not what nobody expects."""
+    """Return whether a restart of the ranks would not help: for invalid input, a full disk, too little memory or a
+    message that breaks the protocol. It may help after the failure of another process, or an unexpected error."""
     is_of_others = isinstance(err, RemoteError | StaleEpoch) and not isinstance(err, ProtocolError)
     return isinstance(err, DoraError) and not is_of_others
 

@@ -30,7 +30,7 @@ from dora.journal.run_folder import RunFolder
 #: Generous: other work may share the machine.
 START_S = 120.0
 END_S = 240.0
-POLL_S = 0.1
+POLL_S = 0.2
 
 Found = TypeVar("Found")
 E = TypeVar("E", bound=Event)
@@ -73,6 +73,20 @@ def small(folder: Path, **changes: object) -> list[str]:
     }
     values.update({key.replace("__", "."): value for key, value in changes.items()})
     return [argument for key, value in values.items() for argument in ("--set", f"{key}={_toml(value)}")]
+
+
+def slow(folder: Path, model: Path, **changes: object) -> list[str]:
+    """A job whose answers take long enough for something to happen to them; `model`: the fixture `slow_model`."""
+    values: dict[str, object] = {
+        "run__folder": folder,
+        "model__path": model,
+        "rollout__groups_per_step": 4,
+        "rollout__group_size": 4,
+        "rollout__filter_zero_variance": False,
+        "eval__sets": "[]",
+        "status__port": 0,
+    }
+    return settings(**{**values, **changes})
 
 
 def paced_workload(

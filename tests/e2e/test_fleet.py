@@ -27,7 +27,7 @@ from tests.e2e.runs import (
     events_of,
     orders_of,
     run_to_end,
-    settings,
+    slow,
     until,
 )
 
@@ -77,21 +77,16 @@ class Story:
 def story(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
     folder = tmp_path_factory.mktemp("runs")
     with serving(slow_model, folder / "a.log") as (url, server), serving(slow_model, folder / "b.log") as (late, other):
-        arguments = settings(
-            run__folder=folder,
+        arguments = slow(
+            folder,
+            slow_model,
             run__steps=STEPS,
-            model__path=slow_model,
-            rollout__groups_per_step=4,
-            rollout__group_size=4,
-            rollout__filter_zero_variance=False,
             rollout__max_new_tokens=MAX_NEW_TOKENS,
             rollout__max_staleness=1,
             rollout__watchdog_s=WATCHDOG_S,
             engine__urls=f'["{url}"]',
             engine__instances=2,
             trainer__ranks=1,
-            eval__sets="[]",
-            status__port=0,
         )
         with Run(*arguments) as run:
             found = Story(run.folder, freeze_in_mid_answer(run, server))

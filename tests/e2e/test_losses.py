@@ -21,7 +21,7 @@ from tests.e2e.runs import (
     assert_audit_clean,
     events_of,
     orders_of,
-    settings,
+    slow,
     small,
     until,
     until_gone,
@@ -30,7 +30,7 @@ from tests.e2e.runs import (
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
 
 STEPS = 6
-MAX_NEW_TOKENS = 512  # seconds even on a fast machine: the journal is read a second or two behind
+MAX_NEW_TOKENS = 320  # seconds even on a fast machine: the journal is read a second or two behind
 #: An answer killed with so many tokens has something to lose.
 MANY_TOKENS = 32
 TRIES = 20
@@ -49,19 +49,14 @@ class Lost:
 
 @pytest.fixture(scope="module")
 def lost(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Lost:
-    arguments = settings(
-        run__folder=tmp_path_factory.mktemp("runs"),
+    arguments = slow(
+        tmp_path_factory.mktemp("runs"),
+        slow_model,
         run__steps=STEPS,
-        model__path=slow_model,
-        rollout__groups_per_step=4,
-        rollout__group_size=4,
-        rollout__filter_zero_variance=False,
         rollout__max_new_tokens=MAX_NEW_TOKENS,
         engine__instances=3,
         trainer__ranks=1,
         trainer__checkpoint_every=2,
-        eval__sets="[]",
-        status__port=0,
     )
     with Run(*arguments) as run:
         instance, counts = freeze_an_engine_in_mid_answer(run)

@@ -15,7 +15,7 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
-from tests.e2e.runs import Run, assert_audit_clean, events_of, orders_of, settings, small, until, until_gone
+from tests.e2e.runs import Run, assert_audit_clean, events_of, orders_of, slow, small, until, until_gone
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
 
@@ -47,21 +47,16 @@ def loading(run: Run) -> list[psutil.Process]:
 
 @pytest.fixture(scope="module")
 def survived(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Survived:
-    arguments = settings(
-        run__folder=tmp_path_factory.mktemp("runs"),
+    arguments = slow(
+        tmp_path_factory.mktemp("runs"),
+        slow_model,
         run__steps=STEPS,
-        model__path=slow_model,
-        rollout__groups_per_step=4,
-        rollout__group_size=4,
-        rollout__filter_zero_variance=False,
         rollout__max_new_tokens=128,
         rollout__max_staleness=1,
         engine__instances=2,
         trainer__ranks=2,
         trainer__checkpoint_every=2,
         trainer__threads=1,
-        eval__sets="[]",
-        status__port=0,
     )
     with Run(*arguments) as run:
         run.until_trained(1)

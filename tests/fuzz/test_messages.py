@@ -70,8 +70,18 @@ def micro_batch(num_tokens: int) -> MicroBatch:
 
 def to_trainer() -> list[bytes]:
     messages = (Stop(reason="done"), micro_batch(9), micro_batch(20_000))
-    frames = [encode(TrainerData(epoch=1, id=number, message=message)) for number, message in enumerate(messages)]
-    return [packed(one) for one in (*frames, encode(Welcome(epoch=1, last_id=0)), encode(Ack(epoch=1, last_id=2)))]
+    frames = [
+        encode(TrainerData(epoch=1, incarnation=0, id=number, message=message))
+        for number, message in enumerate(messages)
+    ]
+    return [
+        packed(one)
+        for one in (
+            *frames,
+            encode(Welcome(epoch=1, incarnation=0, last_id=0)),
+            encode(Ack(epoch=1, incarnation=0, last_id=2)),
+        )
+    ]
 
 
 def to_controller() -> list[bytes]:
@@ -80,7 +90,10 @@ def to_controller() -> list[bytes]:
         VersionWritten(version=4, num_bytes=9, files={"a": "b"}, chain="c"),
         CheckpointWritten(step=4, folder="/runs/a/checkpoints/step-000004", num_bytes=5, files={"a": "b"}),
     )
-    frames = [encode(ControllerData(epoch=1, id=number, message=message)) for number, message in enumerate(messages)]
+    frames = [
+        encode(ControllerData(epoch=1, incarnation=0, id=number, message=message))
+        for number, message in enumerate(messages)
+    ]
     hello = Hello(protocol=2, rank=0, world_size=1, host="h", pid=9, last_id=0)
     return [packed(one) for one in (*frames, encode(hello))]
 
