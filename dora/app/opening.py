@@ -347,7 +347,7 @@ class Opened:
         return recorder
 
     def _keep_flight_record(self, message: FlightRecord) -> None:
-        """Write the last collectives of a rank that stands still where people look for the reason of a loss."""
+        """Write the last collectives of a rank without progress to the logs."""
         path = self.folder.logs / f"flight-rank-{message.rank}.json"
         try:
             path.write_text(message.record)

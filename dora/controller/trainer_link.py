@@ -9,7 +9,7 @@ The trainer loop runs the other loops until the ranks are lost, and waits then f
 The start loop sends Configure after HELLO of all ranks, and ends with their `RankReady`. The sender loop sends waves,
 waiting for space in each rank's window. The receiver loop handles the messages of all ranks. The keeper loop copies
 checkpoints, one at a time, so that training goes on meanwhile. The watch loop waits for the end of the ranks, and the
-vitals loop judges whether they get on, from the moment that they are ready.
+vitals loop judges whether they make progress, once they are ready.
 """
 
 from __future__ import annotations
@@ -57,6 +57,10 @@ class RankObserver(Protocol):
 
 class Ranks(Protocol):
     """The processes of the ranks."""
+
+    @property
+    def are_cut_off(self) -> bool:
+        """Whether a host of theirs is, which is for others to judge."""
 
     async def ended(self) -> str:
         """Wait until one of them has ended, and return why."""
@@ -310,13 +314,14 @@ class TrainerLink:
             await asyncio.gather(*signs, return_exceptions=True)
 
     async def _judge(self) -> None:
-        """Raise RemoteError once the ranks do not get on (the vitals loop)."""
+        """Raise RemoteError once a rank is silent, or none makes progress (the vitals loop)."""
         start, loop = self._start, asyncio.get_running_loop()
         await start.all_ready.wait()
         start.vitals = Vitals(self.num_ranks, at=loop.time())
-        while not (problem := start.vitals.problem(at=loop.time())):
+        while True:
             await asyncio.sleep(LOOK_S)
-        raise RemoteError(problem)
+            if problem := start.vitals.problem(at=loop.time(), are_cut_off=self.ranks.are_cut_off):
+                raise RemoteError(problem)
 
     async def _on_ready(self, rank: int, message: wire.RankReady) -> None:
         self._start.ready[rank] = message.next_step

@@ -1,10 +1,12 @@
-"""Whether the ranks live and get on, judged from their pulses (trainer/pulse.py).
+"""Whether the ranks are alive and make progress, judged from their pulses (trainer/pulse.py).
 
-A rank is silent if it has sent no pulse for SILENT_S: its process is stopped, or its host cut off. The ranks are wedged if
-none of them has got on for ten times as long as any has before in what they do, and for at least a minute: in a collective
-that some of them have left, say. Activities with a limit of their own are not judged.
+A rank is silent if it has sent no pulse for SILENT_S: its process is stopped, or its host is cut off. The ranks are
+wedged if none of them has made progress for ten times as long as any has needed before in the same activity, and for at
+least a minute; for example, in a collective that one of them never enters. Activities with a limit of their own are not
+judged.
 
-Invariant: pure; times are those of one clock. If the controller itself stood still, nobody is judged by that time.
+Invariant: pure; times are those of one clock. Time in which the controller itself stood still, or a host was cut off,
+is held against no rank.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from dora.transport.messages import OWN_LIMIT, RankActivity, RankPulse
 
 #: Longest time without a pulse, of which there are ten in it.
 SILENT_S: Final = 20.0
-#: Longest time in which no rank gets on.
+#: Longest time in which no rank makes progress.
 STILL_S: Final = 60.0
-#: The same, as a multiple of the longest time so far in which a rank did not get on in the same activity.
+#: The same, as a multiple of the longest time so far without progress of a rank in the same activity.
 STILL_FACTOR: Final = 10.0
 #: Longest time for an activity that has not been completed before: kernels may be compiled.
 FIRST_S: Final = 300.0
@@ -54,16 +56,16 @@ class Vitals:
                 self._longest[rank.activity] = max(self._longest[rank.activity], at - rank.changed_at)
             rank.count, rank.activity, rank.changed_at = pulse.count, pulse.activity, at
 
-    def problem(self, *, at: float) -> str:
-        """Return what is wrong; "" if nothing is. To be called every LOOK_S."""
+    def problem(self, *, at: float, are_cut_off: bool = False) -> str:
+        """Return what is wrong; "" if nothing is. To be called every LOOK_S. `are_cut_off`: no pulse can arrive."""
         gap, self._looked_at = at - self._looked_at, at
-        if gap > GAP_S:
+        if gap > GAP_S or are_cut_off:
             for rank in self._ranks:
                 rank.heard_at = rank.changed_at = at
             return ""
         for number, rank in enumerate(self._ranks):
             if at - rank.heard_at > SILENT_S:
-                silent = f"trainer rank {number} has given no sign of life for {at - rank.heard_at:.0f} s"
+                silent = f"trainer rank {number} has been silent for {at - rank.heard_at:.0f} s"
                 return f"{silent}; is its process stopped, or its host cut off?"
         return self._standstill(at)
 
@@ -75,7 +77,9 @@ class Vitals:
         if still_s <= max(map(self._limit_s, doing - {"waiting"})):
             return ""
         each = ", ".join(f"rank {number}: {rank.activity}" for number, rank in enumerate(self._ranks[:8]))
-        return f"no trainer rank has got on for {still_s:.0f} s ({each}); what their collectives were is in logs/flight-*"
+        return (
+            f"no trainer rank has made progress for {still_s:.0f} s ({each}); logs/flight-*.json has their collectives"
+        )
 
     def _limit_s(self, activity: RankActivity) -> float:
         longest = self._longest.get(activity)

@@ -93,7 +93,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
     if dist.get_rank() == 0:
         print(describe(settings.device), flush=True)  # noqa: T201
     device = torch.device("cuda", local_rank) if settings.device == "cuda" else torch.device("cpu")
-    pulse = Pulse(dist.get_rank(), clock=clock, send=end.send)
+    pulse = Pulse(dist.get_rank(), clock=clock, send=end.try_send)
     pulse.start()
     with memory_errors(device, during="while the model was loaded", change="use a smaller model"):
         mode, chosen = _checkpointing(order, device)

@@ -1,7 +1,7 @@
-"""A rank's sign of life: a thread tells the controller how far the main thread is, also while it computes or waits.
+"""The pulse of a rank: a thread tells the controller how far the main thread is, also while that computes or waits.
 
-The controller judges (controller/vitals.py). Where the main thread stands still in what may be a collective, the thread
-sends torch's flight record once, because ranks that are killed leave none.
+The controller judges (controller/vitals.py). If the main thread makes no progress in what may be a collective, this
+thread sends torch's flight record once, because ranks that are killed leave none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_RECORD: Final = 900_000
 
 
 class Pulse:
-    """The thread."""
+    """The thread. `send` may drop a message: where the controller takes none, no pulse may wait in place of others."""
 
     def __init__(self, rank: int, *, clock: RankClock, send: Callable[[ToController], None]) -> None:
         self._rank = rank

@@ -26,7 +26,7 @@ class RankClock:
         self._rank = rank
         self._now = now
         self.activity: RankActivity = "start"
-        self.beats = 0  #: grows with each activity, pass and layer, so that others see that this process gets on
+        self.beats = 0  #: grows with each activity, pass and layer: the progress of this process
         self._since = now() if began is None else began
         self._closed: list[tuple[RankActivity, float]] = []
 
@@ -40,7 +40,7 @@ class RankClock:
         self.beats += 1
 
     def beat(self) -> None:
-        """Note that the current activity gets on."""
+        """Note progress in the current activity."""
         self.beats += 1
 
     @contextmanager

@@ -241,7 +241,7 @@ class RankPulse(Message, frozen=True):
 
 
 class FlightRecord(Message, frozen=True):
-    """The last collectives of a rank that stands still, as torch's flight recorder has them."""
+    """The last collectives of a rank without progress, as torch's flight recorder has them."""
 
     rank: int
     record: str  # JSON
@@ -273,7 +273,7 @@ ToController = (
 
 
 class Hello(Message, frozen=True):
-    """First message of a rank and after every reconnection. Its fields are the same in all versions from 10 on."""
+    """First message of a rank and after every reconnection. Its fields are the same in all versions from 9 on."""
 
     protocol: int
     rank: int

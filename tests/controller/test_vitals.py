@@ -51,7 +51,7 @@ def test_a_rank_that_is_silent_is_found_at_once() -> None:
     assert ranks.until(100.0) == ""
     ranks.silent = {1}
     began = ranks.now
-    assert ranks.until(1_000.0).startswith("trainer rank 1 has given no sign of life for 2")
+    assert ranks.until(1_000.0).startswith("trainer rank 1 has been silent for 2")
     assert ranks.now - began <= SILENT_S + LOOK_S
 
 
@@ -68,7 +68,7 @@ def test_ranks_that_all_stand_still_are_found_and_their_activities_named() -> No
     assert ranks.now - began <= STILL_S + PULSE_S + LOOK_S
 
 
-def test_as_long_as_one_rank_gets_on_the_others_may_wait_for_it() -> None:
+def test_as_long_as_one_rank_makes_progress_the_others_may_wait_for_it() -> None:
     ranks = Ranks()
     ranks.both("slowest_rank")
     for _ in range(200):

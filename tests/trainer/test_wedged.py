@@ -45,6 +45,6 @@ async def test_ranks_that_wait_for_each_other_for_ever_are_found_with_their_last
                 elif isinstance(message, FlightRecord):
                     records[rank] = message.record
                 problem = vitals.problem(at=time.monotonic())
-    assert problem.startswith("no trainer rank has got on for "), problem
+    assert problem.startswith("no trainer rank has made progress for "), problem
     assert "rank 1: forward_backward" in problem
     assert {rank: bool(json.loads(record)) for rank, record in records.items()} == {0: True, 1: True}
