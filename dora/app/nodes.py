@@ -301,6 +301,10 @@ class NodeRanks:
         self._has_own_store = nodes.store == "relay"
         self.are_apart = opened.job.config.checkpoints_are_copied
 
+    @property
+    def are_cut_off(self) -> bool:
+        return any(place.is_silent for place in self._places)
+
     async def start(self, incarnation: int = 0) -> None:
         """Have the nodes start them, which fetch what they need first."""
         maker, spread = self._places[0], self._cluster.spread

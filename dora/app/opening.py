@@ -57,7 +57,7 @@ from dora.observe.facts import ShellFacts
 from dora.observe.lanes import Lanes
 from dora.observe.observed import Folded, Observed
 from dora.transport.controller_end import ControllerEnd
-from dora.transport.messages import CheckpointWritten
+from dora.transport.messages import CheckpointWritten, FlightRecord
 from dora.weights.fence import raise_fence
 from dora.weights.store import (
     MANIFEST,
@@ -346,6 +346,14 @@ class Opened:
         self.commits.on_full = recorder.on_full
         return recorder
 
+    def _keep_flight_record(self, message: FlightRecord) -> None:
+        """Write the last collectives of a rank without progress to the logs."""
+        path = self.folder.logs / f"flight-rank-{message.rank}.json"
+        try:
+            path.write_text(message.record)
+        except OSError as err:
+            log.warning("flight_record_not_kept", path=str(path), reason=str(err))
+
     async def fence_ranks(self, incarnation: int) -> None:
         """Let only ranks of this incarnation make anything visible, and find out where they start."""
         try:
@@ -416,6 +424,7 @@ class Opened:
             on_step=recorder.on_step,
             spans=recorder,
             on_logprobs=recorder.samples.on_logprobs,
+            on_flight_record=self._keep_flight_record,
             durable=self.commits.durable,
             lineage=self.lineage,
             tell=self.tell,

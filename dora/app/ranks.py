@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from typing import Final
 
 from dora.app.opening import Opened
 from dora.config.schema import Config
@@ -14,6 +15,8 @@ from dora.node.supervise import Child, Node
 
 class HostRanks:
     """torchrun with all ranks; implements `controller.trainer_link.Ranks`."""
+
+    are_cut_off: Final = False  #: from this host
 
     def __init__(
         self, config: Config, node: Node, *, address: str, token: str, lease: Path, opened: Opened | None = None

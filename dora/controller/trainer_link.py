@@ -8,7 +8,8 @@ the lost ranks have sent leads to an event.
 The trainer loop runs the other loops until the ranks are lost, and waits then for the core's order to start them again.
 The start loop sends Configure after HELLO of all ranks, and ends with their `RankReady`. The sender loop sends waves,
 waiting for space in each rank's window. The receiver loop handles the messages of all ranks. The keeper loop copies
-checkpoints, one at a time, so that training goes on meanwhile. The watch loop waits for the end of the ranks.
+checkpoints, one at a time, so that training goes on meanwhile. The watch loop waits for the end of the ranks, and the
+vitals loop judges whether they make progress, once they are ready.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import msgspec
 
 from dora.controller.batches import spread
 from dora.controller.lineage import Lineage
+from dora.controller.vitals import LOOK_S, Vitals
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import StepId
@@ -56,6 +58,10 @@ class RankObserver(Protocol):
 class Ranks(Protocol):
     """The processes of the ranks."""
 
+    @property
+    def are_cut_off(self) -> bool:
+        """Whether a host of theirs is, which is for others to judge."""
+
     async def ended(self) -> str:
         """Wait until one of them has ended, and return why."""
 
@@ -80,6 +86,7 @@ class _Start:
     written: dict[int, deque[wire.CheckpointWritten]] = field(default_factory=lambda: {0: deque()})
     owners: list[int] = field(default_factory=list)  # first ranks that delete checkpoints on our behalf
     to_keep: asyncio.Queue[dict[int, wire.CheckpointWritten]] = field(default_factory=asyncio.Queue)
+    vitals: Vitals | None = None  # None until all are ready
     failure: str = ""  # the first that a rank has reported
     failed: asyncio.Event = field(default_factory=asyncio.Event)
     lost: asyncio.Event = field(default_factory=asyncio.Event)
@@ -106,6 +113,7 @@ class TrainerLink:
     tell: Callable[[str], None]  # shows a line to the user
     spans: RankObserver | None = None
     on_logprobs: Callable[[wire.TrainerLogprobs], None] = lambda message: None
+    on_flight_record: Callable[[wire.FlightRecord], None] = lambda message: None
     #: Copies a checkpoint to where a resume finds it, given the report of each folder by its first rank; returns the
     #: folder of the copy. None: it is there already.
     keep: Callable[[Mapping[int, wire.CheckpointWritten]], Awaitable[str]] | None = None
@@ -151,7 +159,7 @@ class TrainerLink:
     async def _until_lost(self) -> str:
         """Run the loops of one start until its ranks are lost, which is a RemoteError; return why."""
         loops = [("start", self.start_ranks()), ("sender", self.send_waves()), ("receiver", self.receive_messages())]
-        loops += [("watch", self._watch())]
+        loops += [("watch", self._watch()), ("vitals", self._judge())]
         if self.keep is not None:
             loops.append(("keeper", self.keep_checkpoints(self.keep)))
         pending = {asyncio.create_task(loop, name=f"trainer-{name}") for name, loop in loops}
@@ -216,6 +224,11 @@ class TrainerLink:
                 case wire.RankSpans():
                     if self.spans is not None:
                         self.spans.on_rank_spans(rank, message)
+                case wire.RankPulse():
+                    if start.vitals is not None:
+                        start.vitals.note(rank, message, at=asyncio.get_running_loop().time())
+                case wire.FlightRecord():
+                    self.on_flight_record(message)
                 case wire.TrainerLogprobs():
                     self.on_logprobs(message)
                 case wire.MicroBatchDone():
@@ -299,6 +312,16 @@ class TrainerLink:
             for sign in signs:
                 sign.cancel()
             await asyncio.gather(*signs, return_exceptions=True)
+
+    async def _judge(self) -> None:
+        """Raise RemoteError once a rank is silent, or none makes progress (the vitals loop)."""
+        start, loop = self._start, asyncio.get_running_loop()
+        await start.all_ready.wait()
+        start.vitals = Vitals(self.num_ranks, at=loop.time())
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if problem := start.vitals.problem(at=loop.time(), are_cut_off=self.ranks.are_cut_off):
+                raise RemoteError(problem)
 
     async def _on_ready(self, rank: int, message: wire.RankReady) -> None:
         self._start.ready[rank] = message.next_step

@@ -195,6 +195,7 @@ def plan_trainer(
     """
     env = child_env(environ, lease=lease, threads=config.trainer.threads)
     env |= {"DORA_CONTROLLER": controller, "DORA_TOKEN": token, "DORA_INCARNATION": str(incarnation)}
+    env.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # collectives in the flight record
     if node is None:
         # Rendezvous over files: torchrun's TCP stores would listen on every interface.
         env |= _COLLECTIVES | {"DORA_STORE": str(store), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

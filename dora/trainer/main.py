@@ -33,9 +33,10 @@ from dora.trainer.forward_check import check_training
 from dora.trainer.full_disk import print_error
 from dora.trainer.meeting import Meeting
 from dora.trainer.memory import memory_errors, rank_memory, train_in_memory
-from dora.trainer.model import Policy, make_mesh, require_device
+from dora.trainer.model import Policy, decoder_layers, make_mesh, require_device
 from dora.trainer.optimizer import moment_bytes
 from dora.trainer.publish import Publisher
+from dora.trainer.pulse import Pulse, beat_with
 from dora.trainer.spans import RankClock, process_start
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, DeleteCheckpoint, MicroBatch, SaveCheckpoint, Stop, TrainerFailed
@@ -92,6 +93,8 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
     if dist.get_rank() == 0:
         print(describe(settings.device), flush=True)  # noqa: T201
     device = torch.device("cuda", local_rank) if settings.device == "cuda" else torch.device("cpu")
+    pulse = Pulse(dist.get_rank(), clock=clock, send=end.try_send)
+    pulse.start()
     with memory_errors(device, during="while the model was loaded", change="use a smaller model"):
         mode, chosen = _checkpointing(order, device)
         policy = Policy(
@@ -117,6 +120,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
             saver=_saver(order, end, device, PrefixStore("checkpoints", second), fail),
             clock=clock,
         )
+        beat_with(decoder_layers(policy.model), clock)
         trainer.start(note="; ".join(note for note in (checked.note, chosen) if note))
     clock.switch("waiting")
     while not isinstance(message := end.receive(MESSAGE_TIMEOUT_S), Stop):
@@ -131,6 +135,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
             case Configure():
                 raise ProtocolError("a second Configure")
     trainer.close()
+    pulse.stop()
     dist.destroy_process_group()
 
 

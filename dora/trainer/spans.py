@@ -25,22 +25,28 @@ class RankClock:
         """`began`: start of the first activity, `start`, by the same clock; None: now."""
         self._rank = rank
         self._now = now
-        self._activity: RankActivity = "start"
+        self.activity: RankActivity = "start"
+        self.beats = 0  #: grows with each activity, pass and layer: the progress of this process
         self._since = now() if began is None else began
         self._closed: list[tuple[RankActivity, float]] = []
 
     def switch(self, activity: RankActivity) -> None:
         """Begin an activity, which ends the current one."""
-        if activity == self._activity:
+        if activity == self.activity:
             return
         now = self._now()
-        self._closed.append((self._activity, now - self._since))
-        self._activity, self._since = activity, now
+        self._closed.append((self.activity, now - self._since))
+        self.activity, self._since = activity, now
+        self.beats += 1
+
+    def beat(self) -> None:
+        """Note progress in the current activity."""
+        self.beats += 1
 
     @contextmanager
     def during(self, activity: RankActivity) -> Iterator[None]:
         """Interrupt the current activity by another."""
-        before = self._activity
+        before = self.activity
         self.switch(activity)
         yield
         self.switch(before)
@@ -48,7 +54,7 @@ class RankClock:
     def take(self) -> RankSpans:
         """Return the spans since the last call; the current activity counts up to now."""
         now = self._now()
-        spans, self._closed = [*self._closed, (self._activity, now - self._since)], []
+        spans, self._closed = [*self._closed, (self.activity, now - self._since)], []
         self._since = now
         return RankSpans(rank=self._rank, until=now, spans=tuple(spans))
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dora.core.ids import StepId, TrajectoryId, Truncation, VersionId
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 #: `MicroBatch.rewards_to_go` if all episodes have one turn.
 NO_TURNS: Final = np.zeros((0, 0, 0), np.float32)
@@ -202,6 +202,9 @@ class TrainerFailed(Message, frozen=True):
     is_final: bool = False  # ranks that are started again would fail again
 
 
+#: Seconds from one RankPulse to the next.
+PULSE_S: Final = 2.0
+
 #: What a rank does (dora/trainer/spans.py). waiting: for a message; slowest_rank: in a collective, for the other ranks;
 #: publishing: for the previous version to be written; copying: gathers weights and makes copies of them.
 RankActivity = Literal[
@@ -217,12 +220,31 @@ RankActivity = Literal[
 ]
 
 
+#: Activities in which a rank waits for something other than the other ranks, with a limit of its own.
+OWN_LIMIT: Final[frozenset[RankActivity]] = frozenset({"start", "waiting", "publishing", "saving"})
+
+
 class RankSpans(Message, frozen=True):
     """What a rank has done since its last RankSpans, in order and without holes."""
 
     rank: int
     until: float  # end of the last span, by the rank's monotonic clock, in seconds
     spans: tuple[tuple[RankActivity, float], ...]  # activity, seconds
+
+
+class RankPulse(Message, frozen=True):
+    """How far a rank is; sent every PULSE_S by a thread of its own, whatever the main thread does."""
+
+    rank: int
+    count: int  # of the main thread: it grows with each activity, pass and layer
+    activity: RankActivity  # that the main thread is in
+
+
+class FlightRecord(Message, frozen=True):
+    """The last collectives of a rank without progress, as torch's flight recorder has them."""
+
+    rank: int
+    record: str  # JSON
 
 
 class TrainerLogprobs(Message, frozen=True):
@@ -237,6 +259,8 @@ ToController = (
     RankReady
     | MicroBatchDone
     | RankSpans
+    | RankPulse
+    | FlightRecord
     | TrainerLogprobs
     | StepDone
     | VersionWritten

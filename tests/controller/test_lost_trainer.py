@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
-from dora.controller import trainer_link
+from dora.controller import trainer_link, vitals
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.errors import RemoteError, RunFailed
@@ -157,3 +158,58 @@ async def test_a_checkpoint_that_lost_ranks_cannot_write_is_not_waited_for() -> 
         assert not await one.link.stop("the end")
         await one.link.drop_checkpoint("step-1")
         assert len(one.end.sent) == 4
+
+
+@pytest.fixture
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_link, "LOOK_S", 0.01)
+    monkeypatch.setattr(vitals, "SILENT_S", 0.4)
+    monkeypatch.setattr(vitals, "FIRST_S", 0.1)
+
+
+async def beat(one: Lost, *ranks: int, progress: bool) -> None:
+    """Have ranks send pulses until the link is cancelled or has judged them."""
+    for count in itertools.count():
+        for rank in ranks:
+            pulse = wire.RankPulse(rank=rank, count=count * progress, activity="forward_backward")
+            await one.end.hears(rank, pulse)
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.usefixtures("short_limits")
+@pytest.mark.parametrize(
+    ("beating", "progress", "reason"),
+    [
+        ([0], True, "trainer rank 1 has been silent for "),
+        ([0, 1], False, "no trainer rank has made progress for "),
+    ],
+)
+async def test_ranks_that_are_silent_or_make_no_progress_are_lost(
+    beating: list[int], progress: bool, reason: str
+) -> None:
+    async with running() as one:
+        beats = asyncio.create_task(beat(one, *beating, progress=progress))
+        assert (await one.event(ev.TrainerLost)).reason.startswith(reason)
+        beats.cancel()
+        await one.restarted(1)
+
+
+@pytest.mark.usefixtures("short_limits")
+async def test_ranks_whose_host_is_cut_off_are_not_judged_before_it_is_back() -> None:
+    async with running() as one:
+        one.ranks.are_cut_off = True
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await one.event(ev.TrainerLost)
+        one.ranks.are_cut_off = False
+        assert "silent" in (await one.event(ev.TrainerLost)).reason
+
+
+@pytest.mark.usefixtures("short_limits")
+async def test_the_collectives_of_ranks_without_progress_are_kept() -> None:
+    async with running() as one:
+        kept: list[wire.FlightRecord] = []
+        one.link.on_flight_record = kept.append
+        await one.end.hears(1, wire.FlightRecord(rank=1, record="{}"))
+        await one.event(ev.TrainerLost)
+        assert [record.rank for record in kept] == [1]

@@ -99,6 +99,7 @@ class FakeRanks:
         self.ends: asyncio.Queue[str] = asyncio.Queue()
         self.restarts: list[int] = []
         self.failures: list[RemoteError] = []  # of the next restarts
+        self.are_cut_off = False
 
     async def ended(self) -> str:
         return await self.ends.get()

@@ -1,4 +1,4 @@
-"""Ranks and torchrun that are killed at any moment: they are started again, and the run goes on by itself."""
+"""Ranks and torchrun that are killed or stopped at any moment are started again, and the run goes on by itself."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def survived(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Surv
         run.until_trained(2)
         torchrun(run).kill()
         run.until_trained(4)
-        run.ranks()[0].kill()
+        run.ranks()[0].suspend()
+        run.until_status(lambda s: s["trainer"]["ranks_ready"] == 0, what="a rank that is stopped is lost")
         run.until_status(lambda s: s["trainer"]["ranks_ready"] == 2, what="the ranks are ready")
         children = run.children()
         code = run.end()
@@ -102,6 +103,12 @@ def test_versions_keep_their_bytes_and_steps_their_history(survived: Survived) -
 def test_each_group_is_trained_once_and_each_answer_sampled_once(survived: Survived) -> None:
     trained = [g for order in orders_of(survived.folder, cmd.ForgetGroups) for g in order.groups]
     assert sorted(trained) == [order.group for order in orders_of(survived.folder, cmd.AdmitGroup)]
+
+
+def test_a_rank_that_is_stopped_is_found(survived: Survived) -> None:
+    reasons = [event.reason for event in events_of(survived.folder, ev.TrainerLost)]
+    assert reasons[-1].startswith("trainer rank 0 has been silent for ")
+    assert not any("silent" in reason or "progress" in reason for reason in reasons[:-1])
 
 
 def test_generation_goes_on_meanwhile_and_training_is_back_in_a_minute(survived: Survived) -> None:

@@ -87,4 +87,64 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "test_a_rank_that_was_replaced_makes_no_version_visible",
         ),
     ),
+    *of(
+        "dora/controller/vitals.py",
+        "tests/controller/test_vitals.py",
+        (
+            "silent-rank-overlooked",
+            "            if at - rank.heard_at > SILENT_S:\n",
+            "            if False:\n",
+            "test_a_rank_that_is_silent_is_found_at_once",
+        ),
+        (
+            "own-standstill-held-against-ranks",
+            "        if gap > GAP_S or are_cut_off:\n",
+            "        if are_cut_off:\n",
+            "test_a_controller_that_stood_still_judges_nobody_by_that_time",
+        ),
+        (
+            "standstill-of-one-is-that-of-all",
+            "        still_s = min(at - rank.changed_at for rank in self._ranks)\n",
+            "        still_s = max(at - rank.changed_at for rank in self._ranks)\n",
+            "test_as_long_as_one_rank_makes_progress_the_others_may_wait_for_it",
+        ),
+        (
+            "slow-disk-is-a-standstill",
+            '        if doing & (OWN_LIMIT - {"waiting"}) or doing == {"waiting"}:\n',
+            '        if doing == {"waiting"}:\n',
+            "test_what_has_a_limit_of_its_own_is_not_judged",
+        ),
+        (
+            "compiling-is-a-standstill",
+            "        return FIRST_S if longest is None else max(STILL_S, STILL_FACTOR * longest)\n",
+            "        return max(STILL_S, STILL_FACTOR * (longest or 0.0))\n",
+            "test_the_first_time_may_take_long_because_kernels_are_compiled",
+        ),
+    ),
+    *of(
+        "dora/controller/trainer_link.py",
+        "tests/controller/test_lost_trainer.py",
+        (
+            "ranks-of-a-host-that-is-cut-off-judged",
+            ", are_cut_off=self.ranks.are_cut_off):",
+            "):",
+            "test_ranks_whose_host_is_cut_off_are_not_judged_before_it_is_back",
+        ),
+    ),
+    *of(
+        "dora/trainer/pulse.py",
+        "tests/trainer/test_pulse.py",
+        (
+            "flight-record-with-every-pulse",
+            "still_s >= FLIGHT_S and not has_sent and",
+            "still_s >= FLIGHT_S and",
+            "test_the_flight_record_is_sent_once_for_each_standstill_in_what_may_be_a_collective",
+        ),
+        (
+            "backward-without-beats",
+            "            first.register_hook(on_gradient)\n",
+            "            pass\n",
+            "test_each_layer_of_a_pass_is_a_beat_forward_and_backward",
+        ),
+    ),
 )
