@@ -36,7 +36,7 @@ from dora.weights.store import Manifest, StoreError, VersionStore
 
 log = structlog.get_logger(__name__)
 
-#: Time in which the nodes that a run cannot begin without must join.
+#: Time in which the nodes that a run cannot begin without must join, and those with ranks come back after a loss.
 JOIN_TIMEOUT_S: Final = 1_800.0
 #: Time in which the nodes with ranks must have received what these need: versions and a checkpoint.
 FETCH_TIMEOUT_S: Final = 7_200.0
@@ -82,11 +82,17 @@ def _name_versions(cluster: Cluster, opened: Opened) -> None:
     if opened.job.config.nodes.store == "shared":
         return
     for version in opened.store.durable():
-        manifest = opened.store.manifest(version)
-        if version > opened.start.step and opened.job.config.num_training_nodes:
-            cluster.spread.hold_again(manifest)
         if version in opened.job.state.window.entries:
-            cluster.spread.hold(manifest)
+            cluster.spread.hold(opened.store.manifest(version))
+    if opened.job.config.num_training_nodes:
+        _hold_again(cluster, opened)
+
+
+def _hold_again(cluster: Cluster, opened: Opened) -> None:
+    """Have the ranks' node receive the versions that its ranks will write again, but for those that it gets anyway."""
+    for version in opened.store.durable():
+        if version > opened.start.step and version not in opened.job.state.window.entries:
+            cluster.spread.hold_again(opened.store.manifest(version))
 
 
 async def _wait_for_enough(cluster: Cluster, config: Config) -> None:
@@ -326,23 +332,29 @@ class NodeRanks:
         await self._within(lambda: all(map(self._has_begun, self._places)), "its checkpoint")
 
     async def restart(self, incarnation: int) -> None:
-        """End what is left of them on all nodes, and start them again; RunFailed if a node is lost."""
+        """End what is left of them, wait for a node in each place, and start them again."""
         await self._opened.fence_ranks(incarnation)
         for place in self._places:
             place.ranks = None
         self._cluster.changes.tell()
-        await self._within(lambda: all(self._report(place).ranks is None for place in self._places), "word to end")
+        try:
+            async with asyncio.timeout(JOIN_TIMEOUT_S):
+                await self._cluster.wait_until(lambda: not self._why_lost() and all(map(_has_none, self._places)))
+        except TimeoutError:
+            late = self._why_lost() or "a node has not ended its ranks"
+            raise RemoteError(f"{late} (waited for {JOIN_TIMEOUT_S:g} s)") from None
+        if self._has_own_store:
+            await asyncio.to_thread(_hold_again, self._cluster, self._opened)
         await self.start(incarnation)
 
     async def _within(self, is_so: Callable[[], bool], what: str) -> None:
-        """Wait for what the nodes need; RunFailed if one is lost, or takes too long."""
+        """Wait for what the nodes need; RemoteError if one is lost, or takes too long."""
         try:
             async with asyncio.timeout(FETCH_TIMEOUT_S):
                 await self._cluster.wait_until(lambda: bool(self._why_lost() or self._why_ended()) or is_so())
         except TimeoutError:
-            raise RunFailed(f"the nodes with ranks have not received {what} in {FETCH_TIMEOUT_S:g} s") from None
-        self._require_nodes()
-        if reason := self._why_ended():
+            raise RemoteError(f"the nodes with ranks have not received {what} in {FETCH_TIMEOUT_S:g} s") from None
+        if reason := self._why_lost() or self._why_ended():
             raise RemoteError(reason)
 
     def _has_begun(self, place: Place) -> bool:
@@ -407,27 +419,20 @@ class NodeRanks:
                         name, report.files, report.num_bytes, partial(_relay_of, place), into=parent
                     )
                     break
-                except StoreError as err:  # a full disk; if the node is lost, the run ends
+                except StoreError as err:  # a full disk; if the node is lost, this is cancelled
                     log.warning("checkpoint_not_copied", checkpoint=name, reason=str(err))
                     await asyncio.sleep(COPY_PAUSE_S)
         return str(parent / name)
 
     async def ended(self) -> str:
-        """Wait until the ranks of a node have ended, and return why; RunFailed if the node is lost, or told to end."""
+        """Wait until the ranks of a node have ended, or the node is lost, and return why."""
         await self._cluster.changes.until(lambda: bool(self._why_lost() or self._why_ended()))
-        self._require_nodes()
-        return self._why_ended()
-
-    def _require_nodes(self) -> None:
-        if reason := self._why_lost():
-            raise RunFailed(reason)
+        return self._why_lost() or self._why_ended()
 
     def _why_lost(self) -> str:
         for place in self._places:
             if place.report is None:
                 return f"node {place.name}, which has ranks, is lost: {place.lost}"
-            if place.report.is_leaving:
-                return f"node {place.name}, which has ranks, was told to end"
         return ""
 
     def _why_ended(self) -> str:
@@ -441,8 +446,13 @@ class NodeRanks:
 
     def _report(self, place: Place) -> Report:
         if place.report is None:
-            raise RunFailed(f"node {place.name}, which has ranks, is lost: {place.lost}")
+            raise RemoteError(f"node {place.name}, which has ranks, is lost: {place.lost}")
         return place.report
+
+
+def _has_none(place: Place) -> bool:
+    """Whether a node is there, and has no ranks."""
+    return place.report is not None and place.report.ranks is None
 
 
 def _relay_of(place: Place) -> list[VersionSource]:

@@ -278,6 +278,9 @@ class Cluster:
         if place.report is None:
             self._start_check(place, self._admit(place, report))
             return
+        if report.is_leaving and place.has_ranks:  # it does not wait for anything
+            self._lose(place, "it was told to end")
+            return
         self._note_wishes(place, place.report, report)
         if was_silent or place.report != replace(
             report, clock=place.report.clock, shared_bytes=place.report.shared_bytes
@@ -289,7 +292,7 @@ class Cluster:
         """Tell the user what is new, and let a node leave that wants to."""
         if report.problem and (before is None or report.problem != before.problem):
             self._settings.tell(f"node {place.name}: {report.problem}")
-        if report.is_leaving and not (before is not None and before.is_leaving) and not place.has_ranks:
+        if report.is_leaving and not (before is not None and before.is_leaving):
             self._settings.tell(f"node {place.name} leaves: its instances are drained")
             self.on_leaving(place)
 

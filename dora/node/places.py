@@ -1,6 +1,7 @@
 """Which node has which place in a run; a function of who asks, when, and who is there.
 
-The first places have ranks, the others roll out. A new run gives them in the order of names, once all nodes are there.
+The first places have ranks, the others roll out. A new run gives them in the order of names, once all nodes are there;
+later, those with ranks come first, since training waits for them.
 Invariant: a node that comes back gets its old place; another one gets it only when that node is lost, or has not come
 back to a resumed run in time; and the numbers of instances that have left are not given again.
 """
@@ -133,7 +134,7 @@ class Places(Sequence[Place]):
         if not vacant:
             is_full = all(place.identity is not None for place in self)
             return None, f"the run has its {self._config.max_nodes} nodes (nodes.max)" if is_full and is_late else ""
-        return min(vacant, key=lambda place: (place.name != "", place.number)), ""
+        return min(vacant, key=lambda place: (not place.has_ranks, place.name != "", place.number)), ""
 
     def _is_gathering(self, now: float) -> bool:
         """Whether a new run still waits for all nodes."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dora.core import events as ev
 from dora.transport.node_messages import NODE_PROTOCOL, Join
 from tests.cluster.cluster import (
     NODES_PORT,
@@ -25,7 +26,7 @@ from tests.cluster.cluster import (
 )
 from tests.cluster.network import Host, Network, clock_library, missing, network_at
 from tests.cluster.strangers import attack
-from tests.e2e.runs import assert_audit_clean, until
+from tests.e2e.runs import assert_audit_clean, events_of, until
 from tests.transport.peers import hello
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(900)]
@@ -41,11 +42,12 @@ HANDSHAKES_BYTES = 3_000
 
 @dataclass
 class Life:
-    """The run, and its hosts: `first` and `second` have a server each."""
+    """The run, and its hosts: `first` and `second` have a server each, and `trainer` has the rank."""
 
     network: Network
     cluster: Cluster
     run: HostedRun
+    trainer: Host
     first: Host
     second: Host
     confirmed: Confirmed
@@ -93,7 +95,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
                 cluster.node(host)
             try:
                 run.until_trained(1)
-                yield Life(network, cluster, run, first, second, Confirmed(run))
+                yield Life(network, cluster, run, trainer, first, second, Confirmed(run))
             finally:
                 sys.stdout.write(f"{run.told()}\n{cluster.told()}\n")
             run.interrupt()
@@ -152,6 +154,23 @@ def test_a_serving_node_that_crashes_is_replaced_while_the_run_goes_on(life: Lif
     life.first.crash()
     life.run.until_more(3)
     life.first = life.add(life.first.name)
+
+
+@pytest.mark.parametrize("how", ["told to leave", "crashes"])
+def test_a_node_with_ranks_is_replaced_while_the_run_goes_on(life: Life, how: str) -> None:
+    gone, losses = life.trainer, len(events_of(life.run.folder, ev.TrainerLost))
+    node = life.cluster.nodes.pop(gone.name)
+    if how == "crashes":
+        gone.crash()
+    else:
+        node.process.terminate()
+        assert node.wait() == 0, node.told()
+    life.run.until_status(lambda status: status["trainer"]["ranks_ready"] == 0, what="the trainer is lost")
+    life.trainer = life.network.host(f"{gone.name}-{how.split()[0]}")
+    life.cluster.node(life.trainer)
+    life.run.until_more(2)
+    lost = events_of(life.run.folder, ev.TrainerLost)[losses:]
+    assert [event.reason.partition(": ")[0] for event in lost] == [f"node {gone.name}, which has ranks, is lost"]
 
 
 def test_a_node_whose_clock_is_an_hour_ahead_serves_as_any_other(life: Life) -> None:

@@ -431,6 +431,23 @@ async def test_a_node_that_leaves_is_let_go_and_the_next_one_has_other_instances
             assert (await second.join()).first_instance == 17
 
 
+async def test_a_node_with_ranks_that_leaves_is_lost_and_the_next_one_has_its_place_before_others(
+    tmp_path: Path,
+) -> None:
+    """Others: that of a server, which no node has had."""
+    ranks = ("nodes.expected=3", "nodes.train=1", "nodes.max=3")
+    async with controller(tmp_path, *ranks) as there:
+        with ExitStack() as stack:
+            first, second, third = (stack.enter_context(Peer(there.address, name)) for name in "abc")
+            there.cluster.places._began -= 2 * places_module.GATHER_S
+            await asyncio.gather(first.take_part(), second.take_part())
+            assert [place.name for place in there.cluster.places if place.report is not None] == ["a", "b"]
+            await first.send(first.reports(is_leaving=True))
+            assert await there.until_lost(0) == "it was told to end"
+            await third.take_part()
+            assert there.cluster.places[0].name == "c"
+
+
 async def test_the_end_of_the_run_is_told_to_every_node(tmp_path: Path) -> None:
     async with controller(tmp_path, "nodes.expected=2", "nodes.train=0") as there:
         with Peer(there.address, "a") as first, Peer(there.address, "b") as second:
