@@ -432,14 +432,14 @@ async def test_a_node_that_leaves_is_let_go_and_the_next_one_has_other_instances
 
 
 async def test_a_node_with_ranks_that_leaves_is_lost_and_the_next_one_has_its_place_before_others(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others: that of a server, which no node has had."""
+    monkeypatch.setattr(places_module, "GATHER_S", 0.2)
     ranks = ("nodes.expected=3", "nodes.train=1", "nodes.max=3")
     async with controller(tmp_path, *ranks) as there:
         with ExitStack() as stack:
             first, second, third = (stack.enter_context(Peer(there.address, name)) for name in "abc")
-            there.cluster.places._began -= 2 * places_module.GATHER_S
             await asyncio.gather(first.take_part(), second.take_part())
             assert [place.name for place in there.cluster.places if place.report is not None] == ["a", "b"]
             await first.send(first.reports(is_leaving=True))
