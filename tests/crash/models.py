@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import random
 import shutil
 from collections.abc import Callable, Mapping
@@ -245,6 +246,8 @@ class End:
 class RanksModel:
     """The processes of a trainer. Those that are lost may go on for a while, as a host that was cut off does."""
 
+    are_cut_off = False
+
     def __init__(self, end: End, opened: Opened, *, rng: random.Random, arrived: Callable[[wire.MicroBatch], None]):
         self._end = end
         self._opened = opened
@@ -286,10 +289,19 @@ class TrainerModel:
 
     async def run(self) -> None:
         """Run from Configure to Stop; report failures as a rank does."""
+        beats = asyncio.create_task(self._beat())
         try:
             await self._run()
         except DoraError as err:
             self._say(wire.TrainerFailed(rank=0, reason=str(err), is_final=True))
+        finally:
+            beats.cancel()
+
+    async def _beat(self) -> None:
+        for count in itertools.count():
+            for rank in self._ranks:
+                self._say(wire.RankPulse(rank=rank, count=count, activity="forward_backward"), rank=rank)
+            await asyncio.sleep(wire.PULSE_S)
 
     async def _run(self) -> None:
         order = (await self._next())[0]
