@@ -17,7 +17,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "a-commit-that-is-here-asked-for-again",
             "found = _kept(repo) if repo.is_pinned or _is_offline() else None",
             "found = _kept(repo) if _is_offline() else None",
-            "test_only_what_is_used_is_downloaded_and_nothing_is_asked_of_a_commit_that_is_here",
+            "test_nothing_is_asked_of_a_commit_that_is_here",
         ),
         (
             "names-of-the-hub-trusted",
@@ -55,7 +55,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "all-files-of-a-model-downloaded",
             "    names = used_names(snapshot.folder, sizes, field=repo.field)\n",
             "    names = [*sizes]\n",
-            "test_only_what_is_used_is_downloaded_and_nothing_is_asked_of_a_commit_that_is_here",
+            "test_only_what_is_used_is_downloaded",
         ),
         (
             "data-fetched-by-a-node",
