@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import signal
-import struct
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.checker import Verdict, check
-from tests.chaos.recorded import FRAME, read_chunks
+from tests.chaos.recorded import CHUNK, FRAME, PROMPT, frame_at, read_chunks, split_payload
 from tests.chaos.session import ROOT, Session
 from tests.e2e.runs import Run, assert_one_clear_error, command, environment, run_to_end, settings
 
@@ -175,12 +174,16 @@ def damage_and_ask(story: Story, copies: Path, data: Path, held_out: Path) -> No
 
 
 def cut_a_frame_out(path: Path) -> None:
-    """Remove the last frame but one, which has the most tokens that are not trained yet."""
-    data, places, offset = path.read_bytes(), [], 0
-    while offset < len(data):
-        places.append(offset)
-        offset += FRAME.size + struct.unpack_from("<I", data, offset)[0]
-    path.write_bytes(data[: places[-2]] + data[places[-1] :])
+    """Remove the last frame with a prompt of the task: its group is admitted and not trained yet."""
+    data, chosen, offset = path.read_bytes(), None, 0
+    while (payload := frame_at(data, offset)) is not None:
+        end = offset + FRAME.size + len(payload)
+        heads = [CHUNK.unpack_from(record) for record in split_payload(payload, path.name)]
+        if any(kind == PROMPT and number >= 0 for kind, number, *_ in heads):
+            chosen = (offset, end)
+        offset = end
+    assert chosen is not None
+    path.write_bytes(data[: chosen[0]] + data[chosen[1] :])
     assert read_chunks(path)
 
 
