@@ -26,6 +26,15 @@ def kind_of(failure: str) -> str:
     return _VARIABLE.sub("…", failure)
 
 
+def first_of(group: ExceptionGroup) -> Exception:
+    """Return the first error of nested groups, or the group itself if any of them is a bug."""
+    # Not by `except*`, in which Python 3.11.3 and older wrap whatever is raised in a group again.
+    if group.split(DoraError)[1] is not None:
+        return group
+    error = group.exceptions[0]
+    return first_of(error) if isinstance(error, ExceptionGroup) else error
+
+
 def one_line(text: object) -> str:
     """Turn text from a file or another process into one line of printable characters, of limited length.
 

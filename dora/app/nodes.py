@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -38,6 +38,8 @@ log = structlog.get_logger(__name__)
 
 #: Time in which the nodes that a run cannot begin without must join, and those with ranks come back after a loss.
 JOIN_TIMEOUT_S: Final = 1_800.0
+#: Time in which a node is replaced, before fewer ranks train on.
+REPLACE_TIMEOUT_S: Final = 60.0
 #: Time in which the nodes with ranks must have received what these need: versions and a checkpoint.
 FETCH_TIMEOUT_S: Final = 7_200.0
 #: Delay before a checkpoint that could not be copied is copied again.
@@ -303,49 +305,73 @@ class NodeRanks:
         self._opened = opened
         self._port = port
         self._places = [place for place in cluster.places if place.has_ranks]
-        self._each = opened.job.config.trainer.ranks // len(self._places)
+        self._active = self._places  # those whose ranks take part
+        self._each = opened.job.config.ranks_of_node
+        self._fewest = -(-(opened.job.config.trainer.min_ranks or opened.job.config.trainer.ranks) // self._each)
         self._has_own_store = nodes.store == "relay"
         self.are_apart = opened.job.config.checkpoints_are_copied
 
     @property
     def are_cut_off(self) -> bool:
-        return any(place.is_silent for place in self._places)
+        return any(place.is_silent for place in self._active)
 
     async def start(self, incarnation: int = 0) -> None:
         """Have the nodes start them, which fetch what they need first."""
-        maker, spread = self._places[0], self._cluster.spread
+        maker, spread = self._active[0], self._cluster.spread
+        spread.maker = maker
         await self._within(lambda: spread.has_again(maker), "the versions of the run")
         first = self._report(maker)
-        master = f"{urlsplit(first.relay.url).hostname}:{first.meeting_port}" if len(self._places) > 1 else ""
-        for number, place in enumerate(self._places):
+        for number, place in enumerate(self._active):
             running = self._report(place).ranks
             place.ranks = RanksOrder(
                 start=running.start + 1 if running is not None else 1,
                 incarnation=incarnation,
                 port=self._port,
                 node_rank=number,
-                nodes=len(self._places),
-                master=master,
+                nodes=len(self._active),
+                master=f"{urlsplit(first.relay.url).hostname}:{first.meeting_port}",
                 checkpoints=self._checkpoints(number) if self.are_apart else {},
             )
         self._cluster.changes.tell()
-        await self._within(lambda: all(map(self._has_begun, self._places)), "its checkpoint")
+        await self._within(lambda: all(map(self._has_begun, self._active)), "its checkpoint")
 
-    async def restart(self, incarnation: int) -> None:
-        """End what is left of them, wait for a node in each place, and start them again."""
+    async def restart(self, incarnation: int) -> int:
+        """End what is left of them, wait for nodes, and start them again.
+
+        It waits for a node in each place, but after REPLACE_TIMEOUT_S only for as many as `trainer.min_ranks` needs.
+        """
         await self._opened.fence_ranks(incarnation)
         for place in self._places:
             place.ranks = None
         self._cluster.changes.tell()
-        try:
-            async with asyncio.timeout(JOIN_TIMEOUT_S):
-                await self._cluster.wait_until(lambda: not self._why_lost() and all(map(_has_none, self._places)))
-        except TimeoutError:
-            late = self._why_lost() or "a node has not ended its ranks"
-            raise RemoteError(f"{late} (waited for {JOIN_TIMEOUT_S:g} s)") from None
+        self._active = self._places
+        if not await self._are_free(len(self._places), REPLACE_TIMEOUT_S):
+            if not await self._are_free(self._fewest, JOIN_TIMEOUT_S - REPLACE_TIMEOUT_S):
+                late = self._why_lost() or "a node has not ended its ranks"
+                raise RemoteError(f"{late} (waited for {JOIN_TIMEOUT_S:g} s)")
+            self._active = [place for place in self._places if _has_none(place)]
+        num_ranks = self._each * len(self._active)
+        if len(self._active) < len(self._places):
+            why = self._why_lost(self._places) or "a node has not ended its ranks"
+            self._opened.tell(f"{why}; training goes on with {num_ranks} of {len(self._places) * self._each} ranks")
         if self._has_own_store:
             await asyncio.to_thread(_hold_again, self._cluster, self._opened)
         await self.start(incarnation)
+        return num_ranks
+
+    async def _are_free(self, count: int, timeout_s: float) -> bool:
+        """Wait until this many nodes are there and have no ranks; return whether they are in time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._cluster.wait_until(lambda: sum(map(_has_none, self._places)) >= count)
+                return True
+        return False
+
+    def why_restart(self) -> str:
+        others = [place for place in self._places if place not in self._active]
+        if not others or not all(map(_has_none, others)):
+            return ""
+        return f"all {self._each * len(self._places)} ranks train again, with node {', '.join(p.name for p in others)}"
 
     async def _within(self, is_so: Callable[[], bool], what: str) -> None:
         """Wait for what the nodes need; RemoteError if one is lost, or takes too long."""
@@ -369,7 +395,7 @@ class NodeRanks:
         for folder in self._opened.start.folders:
             manifest = read_manifest(folder)
             if manifest is not None:
-                is_own = manifest.world_size == self._each * len(self._places)
+                is_own = manifest.world_size == self._each * len(self._active)
                 ranks = self._ranks_of(number) if is_own else range(manifest.world_size)
                 found[folder.name] = FolderOrder(
                     files=manifest.files(ranks),
@@ -385,7 +411,7 @@ class NodeRanks:
     def paths(self, rank: int) -> RankPaths:
         """Return what a rank reads and writes on its node."""
         number = rank // self._each
-        own, folder = self._report(self._places[number]).paths, self._opened.folder
+        own, folder = self._report(self._active[number]).paths, self._opened.folder
         here = RankPaths.here(
             folder,
             model=Path(own.model),
@@ -412,7 +438,7 @@ class NodeRanks:
         """Copy a checkpoint from the nodes into the run folder; return its folder there."""
         parent, name = self._opened.folder.checkpoints, Path(reports[0].folder).name
         for rank, report in reports.items():
-            place = self._places[rank // self._each]
+            place = self._active[rank // self._each]
             while True:
                 try:
                     await self._cluster.relay.fetch_checkpoint(
@@ -429,14 +455,14 @@ class NodeRanks:
         await self._cluster.changes.until(lambda: bool(self._why_lost() or self._why_ended()))
         return self._why_lost() or self._why_ended()
 
-    def _why_lost(self) -> str:
-        for place in self._places:
+    def _why_lost(self, among: Sequence[Place] | None = None) -> str:
+        for place in among or self._active:
             if place.report is None:
                 return f"node {place.name}, which has ranks, is lost: {place.lost}"
         return ""
 
     def _why_ended(self) -> str:
-        for place in self._places:
+        for place in self._active:
             if place.report is None:
                 continue
             state, ordered = place.report.ranks, place.ranks

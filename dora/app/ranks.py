@@ -48,10 +48,14 @@ class HostRanks:
         assert self._child is not None, "it was started"
         return await self._child.ended()
 
-    async def restart(self, incarnation: int) -> None:
+    async def restart(self, incarnation: int) -> int:
         assert self._opened is not None, "they belong to a run"
         assert self._child is not None, "they were started"
         await self._opened.fence_ranks(incarnation)
         await self._child.kill()
         await asyncio.to_thread(self._opened.store.unstage)
         await self.start(incarnation)
+        return self._config.trainer.ranks
+
+    def why_restart(self) -> str:
+        return ""

@@ -116,7 +116,7 @@ async def train(
             start_timeout_s=config.trainer.start_timeout_s,
             now=time.monotonic,
             emit=listener.on_event,
-            on_ready=lambda num_ready: None,
+            on_ready=lambda num_ready, num_ranks: None,
             on_step=listener.on_step,
             durable=_at_once,
             lineage=Lineage(base=model_chain, settings=lineage_settings(config), trained={}),

@@ -132,6 +132,11 @@ def _node_problems(config: Config) -> Iterator[str]:
         )
     elif training and config.trainer.ranks % training:
         yield f"nodes.train: {config.trainer.ranks} trainer.ranks cannot be divided equally among {training} nodes"
+    if (fewest := config.trainer.min_ranks) is not None:
+        if training < 2:
+            yield "trainer.min_ranks: nothing is left to train if the only host with ranks is lost; remove it"
+        elif fewest > config.trainer.ranks:
+            yield f"trainer.min_ranks: {fewest} is more than trainer.ranks ({config.trainer.ranks})"
     needed = config.servers_of_node * config.engine.tensor_parallel
     if (several := config.nodes_of_server) > 1:
         yield from _wide_server_problems(config, several)

@@ -168,6 +168,9 @@ class TrainerConfig(Section):
 
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 2
     """Number of trainer processes, on this host or, in equal numbers, on nodes (`nodes.train`)."""
+    min_ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
+    """Fewest ranks that train on while a node is lost. They then train its part of each micro-batch too, and need more
+    memory, until a node is in its place and the next checkpoint is written. Unset: training waits for a node."""
     command: tuple[str, ...] = ()
     """Command that starts all ranks of a host in place of torchrun, as a list of arguments. The environment variables
     DORA_CONTROLLER (address) and DORA_TOKEN tell it how to reach the run. With ranks on several nodes, PET_NNODES,
@@ -593,6 +596,11 @@ class Config(Section):
         if not nodes.expected or nodes.train != "auto":
             return 0 if nodes.train == "auto" else nodes.train
         return -(-trainer.ranks // nodes.gpus) if trainer.device == "cuda" else 1
+
+    @property
+    def ranks_of_node(self) -> int:
+        """Number of ranks of each node that has some."""
+        return self.trainer.ranks // self.num_training_nodes
 
     @property
     def checkpoints_are_copied(self) -> bool:

@@ -28,7 +28,7 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.core import handle
 from dora.core.state import State
-from dora.errors import DoraError, RunFailed
+from dora.errors import DoraError, RunFailed, first_of
 from dora.journal.commits import Commits
 
 log = structlog.get_logger(__name__)
@@ -126,10 +126,11 @@ class Controller:
                 await self._shut_down()
                 await self._commits.durable(self._position)
                 committing.cancel()
-        except* DoraError as group:
-            if self._outcome is None or not self._outcome.finished:
-                raise _first(group) from None
-            log.warning("failed_after_the_end", reason=str(_first(group)))
+        except ExceptionGroup as group:
+            error = first_of(group)
+            if not isinstance(error, DoraError) or self._outcome is None or not self._outcome.finished:
+                raise error from None
+            log.warning("failed_after_the_end", reason=str(error))
         finally:
             self._inbox.close()
             self._commits.sync()
@@ -212,9 +213,3 @@ class Controller:
                 await self._apply(event)
         if not checkpoint.result():
             log.warning("no_checkpoint", after_s=self._stop_timeout_s)
-
-
-def _first(group: BaseExceptionGroup[DoraError]) -> DoraError:
-    """Return the first error of nested groups."""
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -175,9 +175,9 @@ class Recorder:
         """Note the stage that a push has reached."""
         self.observed.lanes.on_push_stage(instance, stage, at=self._now())
 
-    def on_ready(self, num_ranks: int) -> None:
-        """Note how many trainer ranks are ready."""
-        self._facts.ranks_ready = num_ranks
+    def on_ready(self, num_ready: int, num_ranks: int) -> None:
+        """Note how many trainer ranks are ready, of how many."""
+        self._facts.ranks_ready, self._facts.num_ranks = num_ready, num_ranks
 
     def on_lag(self, seconds: float) -> None:
         """Note a measurement of the event loop's lag."""

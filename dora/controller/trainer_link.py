@@ -15,7 +15,7 @@ vitals loop judges whether they make progress, once they are ready.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,8 +65,11 @@ class Ranks(Protocol):
     async def ended(self) -> str:
         """Wait until one of them has ended, and return why."""
 
-    async def restart(self, incarnation: int) -> None:
-        """End what is left of them, and start them again. RemoteError if that fails, and may be tried again."""
+    async def restart(self, incarnation: int) -> int:
+        """End what is left of them, start them again, and return how many. RemoteError if that may be tried again."""
+
+    def why_restart(self) -> str:
+        """Return why they should start again after a checkpoint although none is lost, or an empty text."""
 
 
 @dataclass
@@ -74,12 +77,12 @@ class _Start:
     """What is known of one start of the ranks."""
 
     incarnation: int
-    num_ranks: int
+    num_ranks: int = 0  # 0 until they are started
     outbox: asyncio.Queue[tuple[int, list[wire.MicroBatch]]] = field(default_factory=lambda: asyncio.Queue(OUTBOX_SIZE))
     ready: dict[int, StepId] = field(default_factory=dict)
     skipped: dict[str, None] = field(default_factory=dict)  # why checkpoints could not be loaded
     all_ready: asyncio.Event = field(default_factory=asyncio.Event)
-    waves_done: list[int] = field(default_factory=list)  # by rank
+    waves_done: Counter[int] = field(default_factory=Counter)  # by rank
     waves_emitted: int = 0
     script: deque[wire.ToController] = field(default_factory=deque)  # messages of rank 0 without an event yet
     #: Reports of checkpoints without an event yet, by the first rank of their folder.
@@ -91,8 +94,10 @@ class _Start:
     failed: asyncio.Event = field(default_factory=asyncio.Event)
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def __post_init__(self) -> None:
-        self.waves_done = [0] * self.num_ranks
+    @property
+    def waves_of_all(self) -> int:
+        """Number of waves that all ranks have done."""
+        return min(self.waves_done[rank] for rank in range(self.num_ranks))
 
 
 @dataclass
@@ -101,12 +106,12 @@ class TrainerLink:
 
     end: ControllerEnd
     ranks: Ranks
-    num_ranks: int
+    num_ranks: int  # at the first start
     configure: Callable[[int], wire.Configure]  # receives the rank; the incarnation is added
     start_timeout_s: float
     now: Callable[[], float]
     emit: Callable[[ev.Event], Awaitable[None]]
-    on_ready: Callable[[int], None]  # receives the number of ranks that are ready
+    on_ready: Callable[[int, int], None]  # receives how many ranks are ready, of how many
     on_step: Callable[[StepReport], None]
     durable: Callable[[int], Awaitable[None]]  # waits until a journal position is on the disk
     lineage: Lineage
@@ -132,7 +137,7 @@ class TrainerLink:
 
     def restart(self, order: cmd.RestartTrainer) -> None:
         """Have the trainer loop, whose ranks are lost, start them again. What was queued for them is dropped."""
-        self._start = _Start(order.incarnation, self.num_ranks)
+        self._start = _Start(order.incarnation)
         self._restarts.put_nowait(order)
 
     def loops(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
@@ -144,13 +149,13 @@ class TrainerLink:
         reason = await self._until_lost()
         while True:
             self._start.lost.set()
-            self.on_ready(0)
+            self.on_ready(0, self._start.num_ranks or self.num_ranks)
             await self.emit(ev.TrainerLost(self.now(), self._start.incarnation, reason))
             order = await self._restarts.get()
             await asyncio.sleep(order.after_s)
             self.end.renew(order.incarnation)
             try:
-                await self.ranks.restart(order.incarnation)
+                self._start.num_ranks = await self.ranks.restart(order.incarnation)
             except RemoteError as err:
                 reason = str(err)
             else:
@@ -179,8 +184,12 @@ class TrainerLink:
         """Wait for all ranks, configure them, and wait until they are ready."""
         start = self._start
         try:
-            await self.end.wait_ready(self.start_timeout_s)
-            for rank in range(self.num_ranks):
+            found = await self.end.wait_ready(self.start_timeout_s)
+            if found != start.num_ranks:
+                raise RunFailed(
+                    f"trainer.ranks: {start.num_ranks} ranks were to be started, but {found} have connected"
+                )
+            for rank in range(start.num_ranks):
                 order = msgspec.structs.replace(self.configure(rank), incarnation=start.incarnation)
                 if rank == (order.ranks_here or (0,))[0]:
                     start.written[rank] = deque()
@@ -189,7 +198,7 @@ class TrainerLink:
             async with asyncio.timeout(self.start_timeout_s):
                 await start.all_ready.wait()
         except TimeoutError:
-            missing = ", ".join(str(rank) for rank in range(self.num_ranks) if rank not in start.ready)
+            missing = ", ".join(str(rank) for rank in range(start.num_ranks) if rank not in start.ready)
             late = f"ranks {missing} did not load the model within {self.start_timeout_s:g} s"
             raise self._start_failed(late) from None
         except RemoteError as err:
@@ -210,7 +219,7 @@ class TrainerLink:
     async def send(self, wave: list[wire.MicroBatch]) -> None:
         """Send the parts of a wave to the ranks once all are ready, waiting for space in each rank's window."""
         await self._start.all_ready.wait()
-        for rank, batch in enumerate(spread(wave, num_ranks=self.num_ranks)):
+        for rank, batch in enumerate(spread(wave, num_ranks=self._start.num_ranks)):
             await self.end.send(rank, batch)
 
     async def receive_messages(self) -> None:
@@ -278,7 +287,7 @@ class TrainerLink:
             never_was = not (self._start.incarnation or self._start.lost.is_set())
             return never_was  # then nothing was trained since the last checkpoint
         self._checkpoint.clear()
-        for rank in range(self.num_ranks):
+        for rank in range(self._start.num_ranks):
             await self.end.send(rank, wire.SaveCheckpoint())
         ends = [asyncio.create_task(event.wait()) for event in (self._checkpoint, self._start.lost)]
         try:
@@ -292,7 +301,7 @@ class TrainerLink:
         """Tell all ranks to end; False if they are not up, as they are not needed."""
         if not self._is_up:
             return False
-        for rank in range(self.num_ranks):
+        for rank in range(self._start.num_ranks):
             await self.end.send(rank, wire.Stop(reason=reason))
         return True
 
@@ -317,7 +326,7 @@ class TrainerLink:
         """Raise RemoteError once a rank is silent, or none makes progress (the vitals loop)."""
         start, loop = self._start, asyncio.get_running_loop()
         await start.all_ready.wait()
-        start.vitals = Vitals(self.num_ranks, at=loop.time())
+        start.vitals = Vitals(start.num_ranks, at=loop.time())
         while True:
             await asyncio.sleep(LOOK_S)
             if problem := start.vitals.problem(at=loop.time(), are_cut_off=self.ranks.are_cut_off):
@@ -326,8 +335,8 @@ class TrainerLink:
     async def _on_ready(self, rank: int, message: wire.RankReady) -> None:
         self._start.ready[rank] = message.next_step
         self._start.skipped |= dict.fromkeys(message.skipped)
-        self.on_ready(len(self._start.ready))
-        if len(self._start.ready) < self.num_ranks:
+        self.on_ready(len(self._start.ready), self._start.num_ranks)
+        if len(self._start.ready) < self._start.num_ranks:
             return
         steps = set(self._start.ready.values())
         if len(steps) != 1:
@@ -350,7 +359,7 @@ class TrainerLink:
             if isinstance(message, wire.CheckpointWritten) and not all(self._start.written.values()):
                 return
             if isinstance(message, wire.MicroBatchDone):
-                if min(self._start.waves_done) <= self._start.waves_emitted:
+                if self._start.waves_of_all <= self._start.waves_emitted:
                     return
                 self._start.waves_emitted += 1
             self._start.script.popleft()
@@ -393,6 +402,8 @@ class TrainerLink:
     async def _emit_checkpoint(self, message: wire.CheckpointWritten, *, folder: str) -> None:
         await self.emit(ev.CheckpointSaved(self.now(), message.step, folder, message.chain))
         self._checkpoint.set()
+        if reason := self.ranks.why_restart():
+            raise RemoteError(reason)
 
     def _require_chain(self, chain: str, *, step: StepId, what: str) -> None:
         """RunFailed unless the ranks' output has the chain of the waves sent to them."""

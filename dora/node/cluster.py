@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from dora.config.load import dump
 from dora.config.schema import Config
 from dora.core.ids import InstanceId
-from dora.errors import RunFailed
+from dora.errors import RunFailed, first_of
 from dora.node.place import Changes, Place
 from dora.node.places import NODE_NAME, Known, Places
 from dora.node.spread import Spread
@@ -165,8 +165,8 @@ class Cluster:
                 group.create_task(self._listen(), name="node-messages")
                 group.create_task(self._watch(), name="node-beats")
                 group.create_task(self._follow_changes(), name="node-orders")
-        except* RunFailed as errors:
-            raise errors.exceptions[0] from None
+        except ExceptionGroup as group:
+            raise first_of(group) from None
 
     async def _listen(self) -> None:
         async for identity, message in self._hub.receive():

@@ -272,7 +272,7 @@ class Member:
             store=self._lease.with_name(f"{self._lease.name}-{self._orders.term}-{orders.incarnation}.store"),
             environ=os.environ,
             incarnation=orders.incarnation,
-            node=self._training_node(orders) if orders.nodes > 1 else None,
+            node=self._training_node(orders) if self.config.num_training_nodes > 1 else None,
         )
 
     def _training_node(self, orders: RanksOrder) -> TrainingNode:
@@ -280,7 +280,7 @@ class Member:
         return TrainingNode(
             nodes=orders.nodes,
             index=orders.node_rank,
-            ranks=self.config.trainer.ranks // orders.nodes,
+            ranks=self.config.ranks_of_node,
             master=master,
             port=int(port),
             interface=interface_of(self._settings.host),

@@ -48,6 +48,7 @@ class Spread:
         deltas, if possible; 0: none."""
         self._whole_every = whole_every
         self._places = places
+        self.maker: Place | None = next((place for place in places if place.has_ranks), None)  #: where rank 0 is
         self._store = store
         self._relay = relay
         self._source = source
@@ -172,7 +173,7 @@ class Spread:
     def _sources(self, version: VersionId) -> list[tuple[Place | None, tuple[RelaySource, ...]]]:
         """Return all receivers, each with its sources; None is this host."""
         rolling = [] if version in self._again else [place for place in self._places if not place.has_ranks]
-        chain = [*rolling, None, *(place for place in self._places[:1] if place.has_ranks)]
+        chain = [*rolling, None, *([self.maker] if self.maker is not None else [])]
         own = self._own.get(version, Holding.NOTHING)
         chosen = choose([own if place is None else _holding(place, version) for place in chain])
         return [

@@ -131,8 +131,11 @@ class ControllerEnd:
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def renew(self, incarnation: int) -> None:
-        """Forget the ranks, and admit those of this incarnation from now on. No other call may be under way."""
-        self._incarnation = incarnation
+        """Forget the ranks, and admit those of this incarnation from now on, as many as the first of them says.
+
+        No other call may be under way.
+        """
+        self._incarnation, self._world_size = incarnation, None
         for identity in self._by_identity:
             self._transmit(identity, encode(Refused(reason="this start of the ranks was replaced")))
         self._peers, self._by_identity = {}, {}

@@ -15,7 +15,7 @@ from dora.core import events as ev
 from dora.errors import RemoteError, RunFailed
 from dora.transport import messages as wire
 from dora.transport.messages import empty_micro_batch
-from tests.controller.test_trainer_link import FakeEnd, FakeRanks, Linked
+from tests.controller.test_trainer_link import FakeEnd, FakeRanks, Linked, checkpoint_written
 
 WAIT_S = 10.0
 
@@ -33,6 +33,7 @@ class Lost(Linked):
         self.ranks = ranks
         self.heard = asyncio.Event()
         self.recalled: list[int] = []
+        self.task: asyncio.Task[None]  # of the trainer loop
         self.link.recall = self._recall
 
     async def _recall(self, step: int) -> None:
@@ -55,7 +56,7 @@ class Lost(Linked):
     async def restarted(self, incarnation: int) -> None:
         self.end.sent.clear()
         self.link.restart(cmd.RestartTrainer(incarnation, 0.0))
-        await self.end.has_sent(2)
+        await self.end.has_sent(self.end.num_ranks)
 
 
 @asynccontextmanager
@@ -66,7 +67,7 @@ async def running(*, failures: tuple[RemoteError, ...] = ()) -> AsyncIterator[Lo
     lost = Lost(FakeEnd(), ranks)
     await lost.close()  # its loops: the trainer loop has its own
     [(_, loop)] = lost.link.loops()
-    task = asyncio.create_task(loop)
+    lost.task = task = asyncio.create_task(loop)
     try:
         await lost.end.has_sent(2)
         await lost.end.hears(0, wire.RankReady(rank=0, next_step=3))
@@ -125,6 +126,42 @@ async def test_waves_for_lost_ranks_are_not_sent_to_those_that_follow() -> None:
         assert [type(message).__name__ for _, message in one.end.sent] == ["Configure"] * 2
         one.link.train(wave, position=7)
         await one.end.has_sent(4)
+
+
+async def test_fewer_ranks_train_all_parts_of_a_wave() -> None:
+    async with running() as one:
+        one.ranks.ends.put_nowait("a node is lost")
+        await one.event(ev.TrainerLost)
+        one.ranks.num_ranks = one.end.num_ranks = 1
+        await one.restarted(1)
+        await one.end.hears(0, wire.RankReady(rank=0, next_step=3))
+        await one.event(ev.TrainerReady)
+        one.link.train([empty_micro_batch(step=3, index=0, last=True, group_size=2) for _ in range(2)], position=5)
+        await one.end.has_sent(2)
+        assert [(rank, type(message).__name__) for rank, message in one.end.sent] == [
+            (0, "Configure"),
+            (0, "MicroBatch"),
+        ]
+        await one.end.hears(0, wire.MicroBatchDone(rank=0, step=3, index=0, num_tokens=0, busy_s=0.0))
+        await one.event(ev.MicroBatchTrained)
+
+
+async def test_ranks_that_should_start_again_do_so_after_a_checkpoint() -> None:
+    async with running() as one:
+        one.ranks.wish = "node b is back"
+        one.end.said.put_nowait((0, checkpoint_written(3)))
+        assert (await one.event(ev.CheckpointSaved)).step == 3
+        assert (await one.event(ev.TrainerLost)).reason == "node b is back"
+
+
+async def test_ranks_of_another_number_than_was_started_are_refused() -> None:
+    async with running() as one:
+        one.ranks.ends.put_nowait("killed")
+        await one.event(ev.TrainerLost)
+        one.ranks.num_ranks = 1
+        one.link.restart(cmd.RestartTrainer(1, 0.0))
+        with pytest.raises(RunFailed, match=r"^trainer.ranks: 1 ranks were to be started, but 2 have connected$"):
+            await one.task
 
 
 async def test_a_start_that_fails_is_another_loss() -> None:

@@ -82,7 +82,7 @@ def _linked(end: ControllerEnd) -> TrainerLink:
     return TrainerLink(
         end=end, num_ranks=1, configure=lambda rank: CONFIGURE, start_timeout_s=WAIT_S,
         ranks=FakeRanks(),
-        now=time.monotonic, emit=ignore, on_ready=lambda _: None, on_step=lambda _: None, durable=ignore,
+        now=time.monotonic, emit=ignore, on_ready=lambda _, of: None, on_step=lambda _: None, durable=ignore,
         tell=output.tell,
         lineage=Lineage(base=CHAIN, settings=b"", trained=dict.fromkeys(range(-1, 2), CHAIN)),
     )  # fmt: skip

@@ -57,11 +57,12 @@ class FakeEnd:
         self.waiting = asyncio.Event()  # nothing is left to be received
         self.sending = asyncio.Event()
         self.ready = ready
+        self.num_ranks = 2  # that connect
 
     async def wait_ready(self, timeout_s: float) -> int:
         if not self.ready:
             raise RemoteError(f"trainer: rank 1 sent no HELLO within {timeout_s:g} s")
-        return 2
+        return self.num_ranks
 
     def renew(self, incarnation: int) -> None:
         self.incarnation = incarnation
@@ -100,14 +101,20 @@ class FakeRanks:
         self.restarts: list[int] = []
         self.failures: list[RemoteError] = []  # of the next restarts
         self.are_cut_off = False
+        self.num_ranks = 2  # of the next start
+        self.wish = ""
 
     async def ended(self) -> str:
         return await self.ends.get()
 
-    async def restart(self, incarnation: int) -> None:
+    async def restart(self, incarnation: int) -> int:
         self.restarts.append(incarnation)
         if self.failures:
             raise self.failures.pop(0)
+        return self.num_ranks
+
+    def why_restart(self) -> str:
+        return self.wish
 
 
 class Linked:
@@ -141,7 +148,7 @@ class Linked:
             start_timeout_s=start_timeout_s,
             now=lambda: float(next(ticks)),
             emit=self._emit,
-            on_ready=self.ready.append,
+            on_ready=lambda num_ready, num_ranks: self.ready.append(num_ready),
             on_step=self.reports.append,
             durable=self._wait,
             lineage=Lineage(base=CHAIN, settings=b"", trained={step: f"chain-{step}" for step in range(9)}),

@@ -233,8 +233,8 @@ class End:
         self.inboxes: list[asyncio.Queue[Any]] = [asyncio.Queue() for _ in range(self._num_ranks)]
         self.outbox: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
 
-    async def wait_ready(self, timeout_s: float) -> None:
-        return
+    async def wait_ready(self, timeout_s: float) -> int:
+        return self._num_ranks
 
     async def send(self, rank: int, message: Any) -> None:
         await self.inboxes[rank].put(message)
@@ -268,12 +268,16 @@ class RanksModel:
         await self._lost.wait()
         return "trainer: killed"
 
-    async def restart(self, incarnation: int) -> None:
+    def why_restart(self) -> str:
+        return ""
+
+    async def restart(self, incarnation: int) -> int:
         await self._opened.fence_ranks(incarnation)
         if self._rng.random() < 0.5:
             self.tasks[-1].cancel()
             self._opened.store.unstage()
         self.start()
+        return len(self._end.inboxes)
 
 
 class TrainerModel:

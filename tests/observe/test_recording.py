@@ -119,6 +119,7 @@ class Observers:
 
     def _begin(self, job: kept.Began) -> None:
         self.others.cpu_s = job.cpu_s
+        self._num_ranks = job.num_ranks
         sets = [
             EvalSet(one.name, [None] * one.prompts, one.samples, temperature=0.0, num_skipped=one.skipped)  # type: ignore[list-item]
             for one in job.held_out
@@ -209,7 +210,7 @@ class Observers:
     def _feed_observer(self, what: kept.AnyInput) -> None:
         match what:
             case kept.Ready():
-                self._recorder.on_ready(what.num_ranks)
+                self._recorder.on_ready(what.num_ranks, self._num_ranks)
             case kept.Lag():
                 self._recorder.on_lag(what.seconds)
             case kept.Full():

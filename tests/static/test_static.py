@@ -79,6 +79,11 @@ def test_the_application_writes_to_no_terminal():
         assert "print(" not in text, path
 
 
+def test_no_error_is_raised_where_older_pythons_wrap_it_in_a_group():
+    trees = (ast.parse(path.read_text()) for path in (ROOT / "dora").rglob("*.py"))
+    assert not [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.TryStar)]
+
+
 def test_every_test_folder_is_run():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     assert set(settings["testpaths"]) == {f"tests/{path.parent.name}" for path in ROOT.glob("tests/*/test_*.py")}

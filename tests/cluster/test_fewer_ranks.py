@@ -1,0 +1,95 @@
+"""A run that trains on with fewer ranks while a node with ranks is lost."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from dora.core import events as ev
+from dora.weights.checkpoints import read_manifest
+from tests.cluster.cluster import SMALL, Cluster, HostedRun, assert_run_is_right
+from tests.cluster.network import Host, Network, missing, network_at
+from tests.e2e.runs import events_of
+
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(900)]
+
+CHANGES = {
+    **SMALL,
+    "rollout__max_staleness": 0,
+    "trainer__ranks": 2,
+    "trainer__min_ranks": 1,
+    "nodes__train": 2,
+    "nodes__lease_s": 30.0,
+}
+
+
+@dataclass
+class Pair:
+    """A run whose ranks are on two nodes, by the names of their hosts."""
+
+    network: Network
+    cluster: Cluster
+    run: HostedRun
+    hosts: dict[str, Host]
+
+    def crash(self, name: str) -> None:
+        self.cluster.nodes.pop(name)
+        self.hosts.pop(name).crash()
+
+    def add(self, name: str) -> None:
+        self.hosts[name] = self.network.host(name)
+        self.cluster.node(self.hosts[name])
+
+    def until_trains_with(self, ranks: int) -> None:
+        """Wait until so many ranks are ready, and have trained another step and written a checkpoint."""
+        wanted = {"ranks": ranks, "ranks_ready": ranks}
+        self.run.until_status(
+            lambda status: {key: status["trainer"][key] for key in wanted} == wanted, what=f"{ranks} ranks"
+        )
+        begun = self.run.status()["steps_trained"]
+        folders = self.run.folder.checkpoints
+        self.run.until_status(
+            lambda _: any(
+                found.step > begun + 1 and found.world_size == ranks
+                for found in map(read_manifest, folders.glob("step-*"))
+                if found is not None
+            ),
+            what=f"a checkpoint of {ranks} ranks",
+        )
+
+
+@pytest.fixture
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    if lacking := missing():
+        pytest.skip(f"needs {lacking}")
+    with network_at(tmp_path_factory.mktemp("fewer") / "net") as network:
+        controller = network.host("controller")
+        cluster = Cluster(network, CHANGES)
+        with cluster.run(controller) as run:
+            one = Pair(network, cluster, run, {})
+            try:
+                for name in ("node-0", "node-1", "node-2"):
+                    one.add(name)
+                yield one
+            finally:
+                sys.stdout.write(f"{run.told()}\n{cluster.told()}\n")
+
+
+def test_the_ranks_that_are_left_train_on_until_others_join(pair: Pair) -> None:
+    """The first to be lost is the node with rank 0, which publishes and whose checkpoints are named first."""
+    pair.until_trains_with(2)
+    pair.crash("node-0")
+    pair.until_trains_with(1)
+    pair.add("node-3")
+    pair.until_trains_with(2)
+    pair.crash("node-1")
+    pair.until_trains_with(1)
+    pair.run.interrupt()
+    assert pair.run.end() == 130
+    assert_run_is_right(pair.run.folder)
+    lost = [event.reason for event in events_of(pair.run.folder, ev.TrainerLost)]
+    assert len(lost) == 3, lost
+    assert lost[1] == "all 2 ranks train again, with node node-3"
