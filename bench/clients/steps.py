@@ -226,7 +226,7 @@ def make_trainer(
     settings = order.settings
     policy = policy_kind(
         Path(order.model_path),
-        mesh=make_mesh(settings.device),
+        mesh=make_mesh(settings.device, shard_ranks=settings.shard_ranks),
         dtype=getattr(torch, settings.dtype),
         activation_checkpointing=cast(Mode, settings.activation_checkpointing),
         compiled=settings.compile,

@@ -43,7 +43,7 @@ def compare(model: str, place: Place) -> Iterator[Row]:
             for name, shard in shards.items():
                 shard.copy_(start[name])
             chosen = order_for(model, place, tokens=2_048, optimizer_state=state).settings
-            optimizer = ShardOptimizer(shards, chosen, model=policy.model, group=policy.mesh.get_group())
+            optimizer = ShardOptimizer(shards, chosen, model=policy.model, group=policy.sharding.get_group())
             for seed in range(UPDATES):
                 optimizer.update(gradients_like(policy, seed=seed), learning_rate=LEARNING_RATE)
             ends.append({name: shard.to("cpu", copy=True) for name, shard in shards.items()})

@@ -112,7 +112,8 @@ class _Plan:
 
     def rank_bytes(self, ranks: int) -> int:
         """Return the bytes of one of `ranks` ranks."""
-        return self.alone.total - self.alone.states + -(-self.alone.states // ranks)
+        shard_ranks = max(1, ranks // self.config.trainer.replicate)
+        return self.alone.total - self.alone.states + -(-self.alone.states // shard_ranks)
 
     def check_split(self, report: Report) -> bool:
         config, given = self.config, self.gpus.count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -306,8 +307,13 @@ class NodeRanks:
         self._port = port
         self._places = [place for place in cluster.places if place.has_ranks]
         self._active = self._places  # those whose ranks take part
-        self._each = opened.job.config.ranks_of_node
-        self._fewest = -(-(opened.job.config.trainer.min_ranks or opened.job.config.trainer.ranks) // self._each)
+        config = opened.job.config
+        self._each = config.ranks_of_node
+        #: Ranks take part in whole copies of the weights, each of which is sharded over so many; 0: over all.
+        self._shard_ranks = config.shard_ranks if config.trainer.replicate > 1 else 0
+        self._nodes_at_once = self._shard_ranks // math.gcd(self._shard_ranks, self._each) or 1
+        at_least = -(-(config.trainer.min_ranks or config.trainer.ranks) // self._each)
+        self._fewest = -(-at_least // self._nodes_at_once) * self._nodes_at_once
         self._has_own_store = nodes.store == "relay"
         self.are_apart = opened.job.config.checkpoints_are_copied
 
@@ -349,7 +355,8 @@ class NodeRanks:
             if not await self._are_free(self._fewest, JOIN_TIMEOUT_S - REPLACE_TIMEOUT_S):
                 late = self._why_lost() or "a node has not ended its ranks"
                 raise RemoteError(f"{late} (waited for {JOIN_TIMEOUT_S:g} s)")
-            self._active = [place for place in self._places if _has_none(place)]
+            free = [place for place in self._places if _has_none(place)]
+            self._active = free[: len(free) // self._nodes_at_once * self._nodes_at_once]
         num_ranks = self._each * len(self._active)
         if len(self._active) < len(self._places):
             why = self._why_lost(self._places) or "a node has not ended its ranks"
@@ -395,8 +402,9 @@ class NodeRanks:
         for folder in self._opened.start.folders:
             manifest = read_manifest(folder)
             if manifest is not None:
-                is_own = manifest.world_size == self._each * len(self._active)
-                ranks = self._ranks_of(number) if is_own else range(manifest.world_size)
+                num_files = self._shard_ranks or self._each * len(self._active)
+                needed = sorted({rank % num_files for rank in self._ranks_of(number)})
+                ranks = needed if manifest.world_size == num_files else range(manifest.world_size)
                 found[folder.name] = FolderOrder(
                     files=manifest.files(ranks),
                     num_bytes=len(manifest.encode()) + sum(manifest.num_bytes[rank] for rank in ranks),

@@ -86,6 +86,7 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
     samples_once = config.rules.in_flight is None  # otherwise tokens of a group may be sampled under several versions
     return TrainerSettings(
         **_common(config.trainer, TrainerSettings),
+        shard_ranks=config.shard_ranks if config.trainer.replicate > 1 else 0,
         beta1=beta1,
         beta2=beta2,
         probe_tokens=PROBE_TOKENS if config.trainer.probe_every and samples_once else 0,
@@ -124,6 +125,7 @@ def _advantages(config: Config) -> tuple[str, ...]:
 #: Trainer settings that do not affect the result of a wave, except for rounding.
 _WITHOUT_EFFECT = (
     "threads",
+    "shard_ranks",
     "shared_prompts",
     "activation_checkpointing",
     "compile",

@@ -139,7 +139,7 @@ def _mode(config: Config, model: Path, memory: int | None) -> Mode:
         dtype=getattr(torch, trainer.dtype),
         tokens=trainer.micro_batch_tokens,
         longest=config.longest_request,
-        ranks=trainer.ranks,
+        ranks=config.shard_ranks,
         memory=memory,
         moments=_moments(config),
         **_copies(config),
@@ -205,7 +205,7 @@ def memory_lines(
 
     trainer = config.trainer
     tokens, longest = max(trainer.micro_batch_tokens, config.longest_request), config.longest_request
-    need = outline.forecast(tokens=tokens, longest=longest, ranks=trainer.ranks, layout=layout)
+    need = outline.forecast(tokens=tokens, longest=longest, ranks=config.shard_ranks, layout=layout)
     available = ""
     if memory is not None:
         left = f" ({size_text(memory - need.total)} left)" if need.total <= memory else ""
@@ -219,7 +219,9 @@ def memory_lines(
         )
     ]
     if memory is not None:
-        most = largest_pass(outline, tokens=tokens, longest=longest, ranks=trainer.ranks, memory=memory, layout=layout)
+        most = largest_pass(
+            outline, tokens=tokens, longest=longest, ranks=config.shard_ranks, memory=memory, layout=layout
+        )
         if most >= tokens:
             text = f"answers of up to {most - config.task.max_prompt_tokens:,} tokens would fit in this memory"
         else:
@@ -235,7 +237,7 @@ def _change(config: Config, model: Path, *, mode: Mode, most: int, memory: int) 
 
     from dora.trainer.forecast import FITS, Outline, choose_mode, largest_pass
 
-    longest, ranks = config.longest_request, config.trainer.ranks
+    longest, ranks = config.longest_request, config.shard_ranks
     if most >= longest:
         return f"set trainer.micro_batch_tokens to at most {most}"
     dtype, moments = getattr(torch, config.trainer.dtype), _moments(config)
@@ -256,8 +258,9 @@ def _change(config: Config, model: Path, *, mode: Mode, most: int, memory: int) 
     while ranks < MAX_RANKS:
         ranks *= 2
         if outline.forecast(tokens=longest, longest=longest, ranks=ranks).total <= FITS * memory:
-            return f"start at least {ranks} trainer.ranks with trainer.activation_checkpointing = full"
-    most = largest_pass(outline, tokens=longest, longest=longest, ranks=config.trainer.ranks, memory=memory)
+            needed = ranks * config.trainer.replicate
+            return f"start at least {needed} trainer.ranks with trainer.activation_checkpointing = full"
+    most = largest_pass(outline, tokens=longest, longest=longest, ranks=config.shard_ranks, memory=memory)
     if most > config.task.max_prompt_tokens:
         return f"set rollout.max_new_tokens to at most {most - config.task.max_prompt_tokens}"
     return "the model is too large for this device"

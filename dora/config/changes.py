@@ -33,6 +33,8 @@ OPERATIONAL: Final = (
     "environment.memory_mb",
     "environment.cores",
     "trainer.ranks",
+    "trainer.replicate",
+    "trainer.min_ranks",
     "trainer.command",
     "trainer.address",
     "trainer.threads",

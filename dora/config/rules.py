@@ -117,6 +117,8 @@ def _address_problems(config: Config) -> Iterator[str]:
 
 def _node_problems(config: Config) -> Iterator[str]:
     nodes, training = config.nodes, config.num_training_nodes
+    if config.trainer.ranks % config.trainer.replicate:
+        yield f"trainer.replicate: {config.trainer.ranks} trainer.ranks are no {config.trainer.replicate} equal groups"
     if not nodes.expected:
         return
     if not _LISTEN_ADDRESS.fullmatch(nodes.address):

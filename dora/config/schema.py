@@ -171,6 +171,10 @@ class TrainerConfig(Section):
     min_ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
     """Fewest ranks that train on while a node is lost. They then train its part of each micro-batch too, and need more
     memory, until a node is in its place and the next checkpoint is written. Unset: training waits for a node."""
+    replicate: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
+    """Number of copies of the weights (HSDP). The ranks are divided into as many groups, each of which shards weights
+    and moments among its ranks; gradients are summed over all. If a group is the ranks of a node, weights are gathered
+    within nodes."""
     command: tuple[str, ...] = ()
     """Command that starts all ranks of a host in place of torchrun, as a list of arguments. The environment variables
     DORA_CONTROLLER (address) and DORA_TOKEN tell it how to reach the run. With ranks on several nodes, PET_NNODES,
@@ -596,6 +600,11 @@ class Config(Section):
         if not nodes.expected or nodes.train != "auto":
             return 0 if nodes.train == "auto" else nodes.train
         return -(-trainer.ranks // nodes.gpus) if trainer.device == "cuda" else 1
+
+    @property
+    def shard_ranks(self) -> int:
+        """Number of ranks over which one copy of the weights is sharded."""
+        return self.trainer.ranks // self.trainer.replicate
 
     @property
     def ranks_of_node(self) -> int:

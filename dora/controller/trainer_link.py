@@ -192,7 +192,8 @@ class TrainerLink:
             for rank in range(start.num_ranks):
                 order = msgspec.structs.replace(self.configure(rank), incarnation=start.incarnation)
                 if rank == (order.ranks_here or (0,))[0]:
-                    start.written[rank] = deque()
+                    if rank < (order.settings.shard_ranks or found):  # others only read
+                        start.written[rank] = deque()
                     start.owners += [rank] * order.owns_checkpoints
                 await self.end.send(rank, order)
             async with asyncio.timeout(self.start_timeout_s):

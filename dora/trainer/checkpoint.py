@@ -9,7 +9,8 @@ once all have it, and loaded only if all ranks have the same manifest. Loaded te
 live weights and moments at the time of saving, so that a checkpoint that loads is the state that was saved. There is no
 generator state, because the trainer draws no random numbers.
 
-Any number of ranks can load a checkpoint, if its folder has the files of all ranks that wrote it: each reads its own
+Where the weights are replicated, the ranks of the first copy write, and all copies load the same files. Any number of
+ranks can load a checkpoint, if its folder has the files of all ranks that wrote it: each reads its own
 rows (trainer/resharding.py) and verifies the checksums of some of the files.
 """
 
@@ -65,14 +66,34 @@ class Storage:
     """Where a rank has its checkpoints."""
 
     parent: Path  # folder of checkpoint folders, on this host or shared with others
-    ranks: tuple[int, ...]  # whose files are in these folders; the first one begins and completes them
+    here: tuple[int, ...]  # ranks that share these folders; the first one begins and completes them
+    num_files: int  # of a checkpoint: that of ranks which have one copy of the state together
     device: torch.device  # of collectives
     meeting: Meeting  # of all ranks, for their threads that save
     fence: Callable[[], None]
 
     @property
     def is_first(self) -> bool:
-        return dist.get_rank() == self.ranks[0]
+        return dist.get_rank() == self.here[0]
+
+    @property
+    def own_file(self) -> int:
+        """The file with this rank's part of the state; the first copy of the state is the one that is written."""
+        return dist.get_rank() % self.num_files
+
+    @property
+    def writes(self) -> bool:
+        return dist.get_rank() < self.num_files
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """The files that the ranks of these folders need."""
+        return tuple(sorted({rank % self.num_files for rank in self.here}))
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The files that the ranks of these folders write."""
+        return tuple(rank for rank in self.here if rank < self.num_files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +105,9 @@ class SavedFiles:
     num_bytes: int
 
     @classmethod
-    def of(cls, folder: Path, manifest: CheckpointManifest, ranks: Sequence[int]) -> Self:
+    def of(cls, folder: Path, manifest: CheckpointManifest | None, ranks: Sequence[int]) -> Self:
+        if manifest is None:  # these ranks write nothing
+            return cls(folder, {}, 0)
         num_bytes = len(manifest.encode()) + sum(manifest.num_bytes[rank] for rank in ranks)
         return cls(folder, manifest.files(ranks), num_bytes)
 
@@ -105,23 +128,19 @@ def save(storage: Storage, *, step: StepId, chain: str, tensors: Mapping[str, Te
     """
     target = folder_of(storage.parent, step=step, chain=chain)
     written, meeting = target.with_name(f".{target.name}"), storage.meeting
-    found = read_manifest(target, ranks=storage.ranks)
-    has_it = found is not None and _is_of(found, tensors, rank=meeting.rank, size=meeting.size)
+    found = read_manifest(target, ranks=storage.written)
+    has_it = not storage.writes or (found is not None and _is_of(found, tensors, storage))
     if set(meeting.gather("has it" if has_it else "", what="a look for a checkpoint")) == {"has it"}:
-        assert found is not None
-        return SavedFiles.of(target, found, storage.ranks)  # requested twice, or a replayed step
-    what = f"cannot write the checkpoint {target}"
-    if storage.is_first:
+        return SavedFiles.of(target, found, storage.written)  # requested twice, or a replayed step
+    what, begins = f"cannot write the checkpoint {target}", storage.is_first and storage.writes
+    if begins:
         wait_for_space(partial(_begin, written, what))
     meeting.gather(what="the folder of a checkpoint")
-    path = rank_file(written, meeting.rank)
-    state = wait_for_space(partial(_write, path, tensors, what))
-    with clear_errors(what):
-        about = f"{state} {path.stat().st_size} {checksum_of(path)}"
+    about = wait_for_space(partial(_write_own, written, storage, tensors, what)) if storage.writes else ""
     abouts = [one.split() for one in meeting.gather(about, what="the files of a checkpoint")]
-    states, sizes, of_files = ([*column] for column in zip(*abouts, strict=True))
-    manifest = CheckpointManifest(step, meeting.size, chain, states, [*map(int, sizes)], of_files)
-    if storage.is_first:
+    states, sizes, of_files = ([*column] for column in zip(*abouts[: storage.num_files], strict=True))
+    manifest = CheckpointManifest(step, storage.num_files, chain, states, [*map(int, sizes)], of_files)
+    if begins:
         wait_for_space(partial(_complete, written, manifest, what))
         with clear_errors(what):
             storage.fence()
@@ -129,11 +148,20 @@ def save(storage: Storage, *, step: StepId, chain: str, tensors: Mapping[str, Te
             files.rename(written, target)
             files.sync_folder(storage.parent)
     meeting.gather(what="the end of a checkpoint")
-    return SavedFiles.of(target, manifest, storage.ranks)
+    return SavedFiles.of(target, manifest, storage.written)
 
 
-def _is_of(manifest: CheckpointManifest, tensors: Mapping[str, Tensor], *, rank: int, size: int) -> bool:
-    return manifest.world_size == size and manifest.state_checksums[rank] == state_hash(tensors)
+def _is_of(manifest: CheckpointManifest, tensors: Mapping[str, Tensor], storage: Storage) -> bool:
+    is_own = manifest.world_size == storage.num_files
+    return is_own and manifest.state_checksums[storage.own_file] == state_hash(tensors)
+
+
+def _write_own(written: Path, storage: Storage, tensors: Mapping[str, Tensor], what: str) -> str:
+    """Write this rank's file; return its state, size and checksum."""
+    path = rank_file(written, storage.own_file)
+    state = _write(path, tensors, what)
+    with clear_errors(what):
+        return f"{state} {path.stat().st_size} {checksum_of(path)}"
 
 
 def _begin(written: Path, what: str) -> None:
@@ -182,13 +210,13 @@ def load(storage: Storage, paths: Sequence[Path], *, tensors: Mapping[str, Tenso
     checkpoint is left and `may_start_over`, `tensors` stay as they are, for step 0.
     """
     skipped: list[str] = []
-    rows = own_rows_of(tensors, device=storage.device)
+    rows = own_rows_of(tensors, num_files=storage.num_files, device=storage.device)
     for path in paths:
         reason = ""
         manifest = together(partial(_read_manifest, path, storage), device=storage.device)
         try:
             _require_same(path, manifest, device=storage.device)
-            stored = _read(path, manifest, tensors=tensors, rows=rows)
+            stored = _read(path, manifest, storage, tensors=tensors, rows=rows)
         except Damaged as err:
             reason = str(err)
         undamaged = gather_flags(not reason, device=storage.device)
@@ -196,13 +224,13 @@ def load(storage: Storage, paths: Sequence[Path], *, tensors: Mapping[str, Tenso
             assert manifest is not None
             for name, tensor in tensors.items():
                 tensor.copy_(stored[name])
-            is_own = manifest.world_size == dist.get_world_size()
-            if is_own and state_hash(tensors) != manifest.state_checksums[dist.get_rank()]:
+            is_own = manifest.world_size == storage.num_files
+            if is_own and state_hash(tensors) != manifest.state_checksums[storage.own_file]:
                 raise ConfigError(f"{path}: the loaded state differs from the saved one, but the file is undamaged")
             return Loaded(StepId(manifest.step), manifest.chain, tuple(skipped))
         if reason:
             skipped.append(reason)  # without a reason here, the checkpoint is damaged on another rank, which says why
-        if storage.is_first and not all(undamaged[rank] for rank in storage.ranks) and path.exists():
+        if storage.is_first and not all(undamaged[rank] for rank in storage.here) and path.exists():
             storage.fence()
             set_aside(path, why="damaged")
         dist.barrier()
@@ -216,12 +244,12 @@ def _read_manifest(path: Path, storage: Storage) -> CheckpointManifest | None:
 
     ConfigError if the files of other ranks are needed, which are on other hosts.
     """
-    found, world_size = read_manifest(path, ranks=()), dist.get_world_size()
+    found = read_manifest(path, ranks=())
     if found is None:
         return None
-    is_own = found.world_size == world_size
-    manifest = read_manifest(path, ranks=storage.ranks if is_own else None)
-    if manifest is None and not is_own and len(storage.ranks) < world_size:
+    is_own = found.world_size == storage.num_files
+    manifest = read_manifest(path, ranks=storage.files if is_own else None)
+    if manifest is None and not is_own and len(storage.here) < dist.get_world_size():
         files_of = f"{path} was written by {found.world_size} ranks, whose files are not all on this host"
         raise ConfigError(f"{files_of}; set trainer.ranks to that number")
     if manifest is None or path != folder_of(path.parent, step=manifest.step, chain=manifest.chain):
@@ -238,13 +266,18 @@ def _require_same(path: Path, manifest: CheckpointManifest | None, *, device: to
 
 
 def _read(
-    path: Path, manifest: CheckpointManifest | None, *, tensors: Mapping[str, Tensor], rows: Mapping[str, OwnRows]
+    path: Path,
+    manifest: CheckpointManifest | None,
+    storage: Storage,
+    *,
+    tensors: Mapping[str, Tensor],
+    rows: Mapping[str, OwnRows],
 ) -> dict[str, Tensor]:
     """Return this rank's part of a checkpoint, verified against its checksum."""
-    rank = dist.get_rank()
+    rank = storage.own_file
     if manifest is None:
         raise Damaged(f"{path} is incomplete")
-    if manifest.world_size != dist.get_world_size():
+    if manifest.world_size != storage.num_files:
         return _read_others(path, manifest, tensors=tensors, rows=rows)
     try:
         stored = load_file(rank_file(path, rank))
@@ -325,7 +358,7 @@ class Saver:
     def _save(self, step: StepId, chain: str, tensors: Mapping[str, Tensor], mark: torch.cuda.Event | None) -> None:
         with self._stream.after(mark):
             saved = save(self.storage, step=step, chain=chain, tensors=tensors)
-        if self.storage.is_first:
+        if self.storage.is_first and self.storage.writes:
             names, folder = dict(saved.files), str(saved.folder)
             self._report(CheckpointWritten(step, folder, num_bytes=saved.num_bytes, files=names, chain=chain))
 

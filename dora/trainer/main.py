@@ -87,7 +87,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
     if settings.device == "cuda":
         torch.cuda.set_device(local_rank)
     first, second = _join("nccl" if settings.device == "cuda" else "gloo")
-    mesh = make_mesh(settings.device)
+    mesh = make_mesh(settings.device, shard_ranks=settings.shard_ranks)
     if settings.device != "cuda":
         _stop_listening()
     if dist.get_rank() == 0:
@@ -117,7 +117,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
             policy=policy,
             layout=checked.layout,
             publisher=_publisher(order, end, policy, PrefixStore("versions", first), fail),
-            saver=_saver(order, end, device, PrefixStore("checkpoints", second), fail),
+            saver=_saver(order, end, policy, PrefixStore("checkpoints", second), fail),
             clock=clock,
         )
         beat_with(decoder_layers(policy.model), clock)
@@ -154,7 +154,7 @@ def _checkpointing(order: Configure, device: torch.device) -> tuple[Mode, str]:
             dtype=getattr(torch, settings.dtype),
             tokens=settings.micro_batch_tokens,
             longest=settings.longest_request,
-            ranks=dist.get_world_size(),
+            ranks=settings.shard_ranks or dist.get_world_size(),
             memory=int(memory),
             moments=moment_bytes(optimizer=settings.optimizer, optimizer_state=settings.optimizer_state),
             copies=count_copies(settings),
@@ -206,20 +206,22 @@ def _publisher(
         model_path=Path(order.model_path),
         dtype=order.settings.publish_dtype,
         words=words,
-        writers=int(words.get("writers")),  # only the ranks of rank 0's host can write into its folders
+        # Only the ranks of rank 0's host can write into its folders, and one copy of the weights is enough.
+        writers=min(int(words.get("writers")), policy.sharding.size()),
         report=end.send,
         on_failure=fail,
     )
 
 
 def _saver(
-    order: Configure, end: TrainerEnd, device: torch.device, words: Store, fail: Callable[[BaseException], None]
+    order: Configure, end: TrainerEnd, policy: Policy, words: Store, fail: Callable[[BaseException], None]
 ) -> Saver:
     rank, size, fence = dist.get_rank(), dist.get_world_size(), _fence_of(order)
     storage = Storage(
         parent=Path(order.checkpoints),
-        ranks=order.ranks_here or tuple(range(size)),
-        device=device,
+        here=order.ranks_here or tuple(range(size)),
+        num_files=policy.sharding.size(),
+        device=policy.device,
         meeting=Meeting(words, rank=rank, size=size, fence=fence),
         fence=fence,
     )

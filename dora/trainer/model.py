@@ -45,6 +45,7 @@ GATHERED_BYTES = 2 * 2**30  # float32 weights + gradients of the whole model on 
 #: Kinds of models that are or contain an encoder. In 16 bits, the check of the forward pass cannot tell them from
 #: decoders.
 ENCODERS = {**MODEL_FOR_MASKED_LM_MAPPING_NAMES, **MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}.keys()
+SHARD, REPLICATE = "shard", "replicate"  # dimensions of a mesh
 MAX_PARTS = 200_000  # 60 layers with 256 experts of three parameters each, none of them stacked, have 110,000
 
 
@@ -69,6 +70,8 @@ class ShardedModel:
         is_cuda = mesh.device_type == "cuda"
         self.device = torch.device(f"cuda:{torch.cuda.current_device()}") if is_cuda else torch.device("cpu")
         self.mesh, self.dtype, self.compiled = mesh, dtype, compiled
+        self.sharding = mesh[SHARD]  #: the ranks that have one copy of the weights together, this one among them
+        self.replica = mesh.get_local_rank(REPLICATE) if mesh.ndim > 1 else 0  #: number of this copy
         with ExitStack() as opened:
             self.model: Any  # a transformers model whose class FSDP2 extends
             self.model, folder, self.plan = together(lambda: _planned(model_path, dtype, opened), device=self.device)
@@ -91,12 +94,8 @@ class ShardedModel:
                 shard(layer)
             shard(self.model)
             _materialize(self.model, device=self.device, shards_on=torch.device("cpu") if on_host else self.device)
-            rank, world_size = mesh.get_local_rank(), mesh.size()
-            together(
-                lambda: load_shards(self.model, folder, self.plan, rank=rank, world_size=world_size),
-                device=self.device,
-            )
-            keeps = rank == 0 and not frozen
+            together(lambda: self.load_shards(folder), device=self.device)
+            keeps = dist.get_rank() == 0 and not frozen
             #: What rank 0 publishes as it was read, by name; a copy, since a folder may change
             self.untrained = {name: folder.read(name).clone() for name in self.plan.untrained if keeps}
             #: Their shapes and stored types, on all ranks.
@@ -109,6 +108,11 @@ class ShardedModel:
             module.reshard()
         self.is_sharded = True
         self.model.eval()  # no dropout: the engine has none
+
+    def load_shards(self, folder: ModelFolder) -> None:
+        """Fill this rank's rows of every parameter, and all persistent buffers."""
+        rank, ranks = self.sharding.get_local_rank(), self.sharding.size()
+        load_shards(self.model, folder, self.plan, rank=rank, world_size=ranks)
 
     def shards(self) -> dict[str, Tensor]:
         """Return this rank's rows of every parameter: plain tensors that share memory with the model."""
@@ -145,6 +149,8 @@ class Policy(ShardedModel):
         if self.gathered:
             self.model.set_requires_gradient_sync(closes_update)
             self.model.set_reshard_after_backward(closes_update)
+        else:
+            self.model.set_requires_all_reduce(closes_update)  # between copies of the weights
 
     def gather(self) -> None:
         """Gather the weights for the passes of an update; a collective. On a GPU, the first pass does this instead."""
@@ -175,9 +181,15 @@ def require_device(device: str, *, index: int = 0) -> None:
         )
 
 
-def make_mesh(device: str) -> DeviceMesh:
-    """Return the mesh of all ranks, with one dimension, along which the weights are sharded."""
-    return init_device_mesh(device, (dist.get_world_size(),))
+def make_mesh(device: str, *, shard_ranks: int = 0) -> DeviceMesh:
+    """Return the mesh of all ranks. The weights are sharded over `shard_ranks` consecutive ranks (0: all), and others
+    have copies of them (HSDP)."""
+    size = dist.get_world_size()
+    if size % (shard_ranks := shard_ranks or size):
+        raise ConfigError(f"trainer.replicate: {size} ranks are no whole copies of {shard_ranks} ranks")
+    if size == shard_ranks:
+        return init_device_mesh(device, (size,), mesh_dim_names=(SHARD,))
+    return init_device_mesh(device, (size // shard_ranks, shard_ranks), mesh_dim_names=(REPLICATE, SHARD))
 
 
 # ---- building -------------------------------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ into the tensors of its experts, and a rank converts those that it has. Conversi
 tensors need them whole: they are gathered, one at a time, to the rank that will write them. So are all tensors if some
 ranks cannot write, because the folder is on another host.
 
-Invariant: every element of every tensor of the folder is written by exactly one rank. Weights get the published type,
-except those that a 16-bit or FP8 folder keeps in float32. Tensors that are not trained are published as they were read,
-but for FP8, which gets the published type; rank 0 writes them.
+Invariant: every element of every tensor of the folder is written by exactly one rank, of the first copy of the weights.
+These get the published type, except those that a 16-bit or FP8 folder keeps in float32. Tensors that are not trained
+are published as they were read, but for FP8, which gets the published type; rank 0 writes them.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Parts:
     """What this rank writes of every version; made before the first pass."""
 
     def __init__(self, policy: Policy, *, dtype: str, writers: int) -> None:
-        """`writers`: number of ranks, from rank 0 on, that can write into the store."""
+        """`writers`: number of ranks, from rank 0 on, that write into the store; all of them have the first copy."""
         self._policy = policy
         self._dtype: torch.dtype = getattr(torch, dtype)
-        self._rank, self._world_size = policy.mesh.get_local_rank(), policy.mesh.size()
+        self._rank, self._world_size = policy.sharding.get_local_rank(), policy.sharding.size()
         self._writers = writers
         self._tensors: dict[str, Tensor] = {}  # of the model; kept, as a module has others while it is gathered
         untrained = set(policy.plan.untrained)
@@ -80,7 +80,9 @@ class Parts:
 
     def gather(self) -> list[Piece]:
         """Return what this rank writes of conversions that need other ranks, in host memory; a collective."""
-        kept = []
+        kept: list[Piece] = []
+        if self._policy.replica:
+            return kept
         for number, conversion in enumerate(self._gathered):
             owner = number % self._writers
             found = self._rows(conversion, owner) if conversion.converter is None else self._whole(conversion, owner)
@@ -118,7 +120,7 @@ class Parts:
         mine = local.new_zeros(count, *local.shape[1:])
         mine[: len(local)] = local
         into = [torch.empty_like(mine) for _ in range(self._world_size)] if self._rank == owner else None
-        dist.gather(mine, into, group=self._policy.mesh.get_group(), group_dst=owner)
+        dist.gather(mine, into, group=self._policy.sharding.get_group(), group_dst=owner)
         return into or []
 
     def _published(self, conversion: Conversion, row: int, rows: Tensor) -> Iterator[Piece]:

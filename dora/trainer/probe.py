@@ -29,7 +29,7 @@ from dora.errors import ConfigError
 from dora.objectives.tokens import log_ratio
 from dora.trainer.agreement import together
 from dora.trainer.full_disk import print_error
-from dora.trainer.loading import load_shards, open_folder
+from dora.trainer.loading import open_folder
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy
 from dora.trainer.packing import Layout, make_row
@@ -174,9 +174,7 @@ class Probe:
                 folder = open_folder(self._store.folder(version), policy.model.config, opened)
             except (StoreError, OSError, ValueError) as err:
                 raise ConfigError(str(err)) from err
-            load_shards(
-                policy.model, folder, policy.plan, rank=policy.mesh.get_local_rank(), world_size=policy.mesh.size()
-            )
+            policy.load_shards(folder)
 
 
 def _k3(difference_P: Tensor) -> Tensor:

@@ -28,14 +28,17 @@ class OwnRows(NamedTuple):
     total: int  # of the whole tensor
 
 
-def own_rows_of(tensors: Mapping[str, Tensor], *, device: torch.device) -> dict[str, OwnRows]:
-    """Return this rank's rows of each tensor that has any; a collective. `device`: of collectives."""
+def own_rows_of(tensors: Mapping[str, Tensor], *, num_files: int, device: torch.device) -> dict[str, OwnRows]:
+    """Return this rank's rows of each tensor that has any; a collective.
+
+    `num_files`: number of ranks that have one copy of the state together. `device`: of collectives.
+    """
     mine = torch.tensor([len(tensor) if tensor.dim() else 0 for tensor in tensors.values()], device=device)
     counts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, mine)
-    ends = torch.stack(counts).cumsum(0)
-    starts = ends[dist.get_rank()] - mine
-    found = zip(tensors, starts.tolist(), ends[dist.get_rank()].tolist(), ends[-1].tolist(), strict=True)
+    ends = torch.stack(counts[:num_files]).cumsum(0)
+    own_ends = ends[dist.get_rank() % num_files]
+    found = zip(tensors, (own_ends - mine).tolist(), own_ends.tolist(), ends[-1].tolist(), strict=True)
     return {name: OwnRows(start, stop, total) for name, start, stop, total in found}
 
 

@@ -99,7 +99,7 @@ class Trainer:
         self._clock = clock or RankClock(self._rank)
         self._shards = policy.shards()
         self._optimizer = ShardOptimizer(
-            self._shards, order.settings, model=policy.model, group=policy.mesh.get_group()
+            self._shards, order.settings, model=policy.model, group=policy.sharding.get_group()
         )
         self._copies = OtherPolicies(order, policy=policy, objective=self._objective)
         self._probe = make_probe(order, policy=policy, layout=layout)
@@ -306,7 +306,7 @@ class Trainer:
         squares = torch.zeros((), dtype=torch.float64, device=self._policy.device)
         for gradient in gradients.values():
             squares += gradient.mul_(scale).double().square().sum()
-        dist.all_reduce(squares)
+        dist.all_reduce(squares, group=self._policy.sharding.get_group())
         norm = math.sqrt(float(squares))
         if norm > self._settings.max_grad_norm and math.isfinite(norm):
             for gradient in gradients.values():

@@ -59,6 +59,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     beta2: float
     max_grad_norm: float
     updates: int  # M
+    shard_ranks: int  # over which the weights are sharded, while the others have copies of them; 0: all
     copies: Literal["device", "host"]  # where the shards of proximal and reference policy are
     probe_tokens: int  # per rank and step: maximum number of stale tokens rescored under their version; 0: off
     probe_every: int  # steps between two such probes

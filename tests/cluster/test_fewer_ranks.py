@@ -43,8 +43,8 @@ class Pair:
         self.hosts[name] = self.network.host(name)
         self.cluster.node(self.hosts[name])
 
-    def until_trains_with(self, ranks: int) -> None:
-        """Wait until so many ranks are ready, and have trained another step and written a checkpoint."""
+    def until_trains_with(self, ranks: int, *, files: int | None = None) -> None:
+        """Wait until so many ranks are ready, and have trained another step and written a checkpoint of these files."""
         wanted = {"ranks": ranks, "ranks_ready": ranks}
         self.run.until_status(
             lambda status: {key: status["trainer"][key] for key in wanted} == wanted, what=f"{ranks} ranks"
@@ -53,7 +53,7 @@ class Pair:
         folders = self.run.folder.checkpoints
         self.run.until_status(
             lambda _: any(
-                found.step > begun + 1 and found.world_size == ranks
+                found.step > begun + 1 and found.world_size == (files or ranks)
                 for found in map(read_manifest, folders.glob("step-*"))
                 if found is not None
             ),
@@ -62,12 +62,12 @@ class Pair:
 
 
 @pytest.fixture
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Pair]:
     if lacking := missing():
         pytest.skip(f"needs {lacking}")
     with network_at(tmp_path_factory.mktemp("fewer") / "net") as network:
         controller = network.host("controller")
-        cluster = Cluster(network, CHANGES)
+        cluster = Cluster(network, {**CHANGES, "trainer__replicate": getattr(request, "param", 1)})
         with cluster.run(controller) as run:
             one = Pair(network, cluster, run, {})
             try:
@@ -93,3 +93,16 @@ def test_the_ranks_that_are_left_train_on_until_others_join(pair: Pair) -> None:
     lost = [event.reason for event in events_of(pair.run.folder, ev.TrainerLost)]
     assert len(lost) == 3, lost
     assert lost[1] == "all 2 ranks train again, with node node-3"
+
+
+@pytest.mark.parametrize("pair", [2], indirect=True)
+def test_the_copy_of_the_weights_that_is_left_trains_on(pair: Pair) -> None:
+    """Only the first copy writes checkpoints; the node of the second gets them."""
+    pair.until_trains_with(2, files=1)
+    pair.crash("node-0")
+    pair.until_trains_with(1, files=1)
+    pair.add("node-3")
+    pair.until_trains_with(2, files=1)
+    pair.run.interrupt()
+    assert pair.run.end() == 130
+    assert_run_is_right(pair.run.folder)

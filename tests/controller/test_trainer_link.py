@@ -33,7 +33,7 @@ CONFIGURE = wire.Configure(
         longest_request=128, steps=2,
         learning_rate=1e-3, warmup_steps=0, weight_decay=0.0, beta1=0.9, beta2=0.95, max_grad_norm=1.0,
         updates=1, copies="device", probe_tokens=0, probe_every=1, objective="{}", max_new_tokens=100,
-        temperature=1.0, max_staleness=1,
+        temperature=1.0, max_staleness=1, shard_ranks=0,
         checkpoint_every=1,
     ),
     memory_root="/live",

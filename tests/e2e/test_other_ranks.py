@@ -9,7 +9,7 @@ import pytest
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.journal.run_folder import RunFolder
-from tests.e2e.runs import Run, assert_audit_clean, events_of, orders_of, small
+from tests.e2e.runs import Run, assert_audit_clean, events_of, orders_of, settings, small
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
 
@@ -20,14 +20,14 @@ def trained_after(folder: RunFolder) -> list[int]:
     return [event.step for event in events_of(folder, ev.TrainerReady)]
 
 
-def test_a_run_goes_on_with_fewer_ranks_and_then_with_more(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_fewer_ranks_and_then_with_copies_of_the_weights(tmp_path: Path) -> None:
     with Run(*small(tmp_path, trainer__ranks=2, run__steps=STEPS, trainer__checkpoint_every=2)) as run:
         folder = run.folder
         run.until_trained(3)
         run.process.kill()  # the next ranks train a step again, from a checkpoint
         run.end()
-    for ranks, until in ((1, 6), (3, STEPS)):
-        changes = ["--set", "status.port=0", "--set", f"trainer.ranks={ranks}"]
+    for ranks, shard_ranks, until in ((1, 1, 6), (4, 2, STEPS)):
+        changes = settings(status__port=0, trainer__ranks=ranks, trainer__replicate=ranks // shard_ranks)
         with Run("--resume", str(folder.root), *changes) as run:
             if until < STEPS:
                 run.until_trained(until)

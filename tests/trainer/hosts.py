@@ -145,7 +145,7 @@ def _run(
     fence = partial(pass_fence, folder / "epoch", epoch=0)
     words = PrefixStore("words", FileStore(f"{meeting}-words", 2))
     gathering = Meeting(words, rank=rank, size=2, fence=fence)
-    storage = checkpoint.Storage(parent=folder, ranks=ranks, device=CPU, meeting=gathering, fence=fence)
+    storage = checkpoint.Storage(parent=folder, here=ranks, num_files=2, device=CPU, meeting=gathering, fence=fence)
     peer = threading.Thread(target=_end_with, args=(1 - rank,), daemon=True)
     peer.start()
     try:

@@ -2,6 +2,7 @@
 
     python -m tests.trainer.independent [CASES] [SEED]    100 cases by default
     python -m tests.trainer.independent CASES SEED RANKS  on several ranks
+    python -m tests.trainer.independent CASES SEED RANKS SHARD_RANKS  with copies of the weights
 
 Each case draws the section `[objective]`, settings of the trainer, a model and a few steps of groups.
 """
@@ -60,6 +61,7 @@ class Case:
     micro_batch_tokens: int
     outliers: bool  # some log μ so low that log ratios are cut
     seed: int
+    shard_ranks: int = 0
 
 
 # ---- what is drawn --------------------------------------------------------------------------------------------------
@@ -239,13 +241,13 @@ class Rank:
             optimizer_state="device", optimizer="adamw", compile=False, threads=1, longest_request=64,
             micro_batch_tokens=case.micro_batch_tokens, copies="device", probe_tokens=0, probe_every=1,
             objective=ObjectiveConfig.model_validate(case.objective).model_dump_json(), max_staleness=2,
-            checkpoint_every=100, **case.training,
+            checkpoint_every=100, shard_ranks=case.shard_ranks, **case.training,
         )  # fmt: skip
         order = Configure(
             run_id="", model_path=str(folder / case.model), settings=settings, memory_root="", durable_root="",
             checkpoints="", resume_from=(), may_start_over=False, chain="", epoch=0, fence="",
         )  # fmt: skip
-        policy = Policy(folder / case.model, mesh=make_mesh("cpu"), dtype=torch.float64)
+        policy = Policy(folder / case.model, mesh=make_mesh("cpu", shard_ranks=case.shard_ranks), dtype=torch.float64)
         self.versions = KeptVersions(policy)
         self.trainer = _WithoutCheckpoints(
             order, end=self, policy=policy, layout=LAYOUTS[case.layout], publisher=self.versions,  # type: ignore[arg-type]
@@ -399,10 +401,11 @@ def run(cases: list[Case], folder: Path, *, ranks: int = 1) -> str:
 def main() -> int:
     """Play many cases."""
     given = [int(word) for word in sys.argv[1:]]
-    count, seed, ranks = given + [100, 1, 1][len(given) :]
+    count, seed, ranks, shard_ranks = given + [100, 1, 1, 0][len(given) :]
+    cases = [replace(case, shard_ranks=shard_ranks) for case in draw(count, seed=seed)]
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="dora-independent-") as name:
-        found = run(list(draw(count, seed=seed)), Path(name), ranks=ranks)
+        found = run(cases, Path(name), ranks=ranks)
     sys.stdout.write(found or f"{count} cases: the same weights and metrics\n")
     return int(bool(found))
 

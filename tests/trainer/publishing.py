@@ -32,8 +32,8 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def load_policy(folder: Path) -> Policy:
-    return Policy(folder, mesh=make_mesh("cpu"), dtype=torch.float32)
+def load_policy(folder: Path, *, shard_ranks: int = 0) -> Policy:
+    return Policy(folder, mesh=make_mesh("cpu", shard_ranks=shard_ranks), dtype=torch.float32)
 
 
 def write_version(
@@ -46,14 +46,15 @@ def write_version(
     max_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write what the trainer would publish into a folder, together with the other ranks."""
-    parts = Parts(policy, dtype=dtype, writers=writers or dist.get_world_size())
+    writers = writers or policy.sharding.size()
+    parts = Parts(policy, dtype=dtype, writers=writers)
     plan = plan_files(parts.specs, max_bytes=max_bytes)
     if dist.get_rank() == 0:
         target.mkdir(exist_ok=True)
         make_files(target, plan)
         copy_model_files(source, target, dtype=dtype)
     dist.barrier()
-    for piece in (*parts.gather(), *parts.pieces()):
+    for piece in (*parts.gather(), *parts.pieces()) if not policy.replica else ():
         write_piece(target, plan, piece)
     dist.barrier()
 
@@ -121,7 +122,8 @@ def make_saver(
     size, fence = dist.get_world_size(), partial(pass_fence, Path(order.fence), epoch=order.epoch)
     storage = Storage(
         parent=Path(order.checkpoints),
-        ranks=tuple(range(size)),
+        here=tuple(range(size)),
+        num_files=order.settings.shard_ranks or size,
         device=torch.device(order.settings.device),
         meeting=Meeting(words_of_ranks(), rank=dist.get_rank(), size=size, fence=fence),
         fence=fence,

@@ -48,7 +48,7 @@ CHAIN = "0a1b2c3d4e5f"
 
 def storage(parent, *, fence=lambda: None):
     meeting = Meeting(HashStore(), rank=0, size=1, fence=fence)
-    return checkpoint.Storage(parent=parent, ranks=(0,), device=CPU, meeting=meeting, fence=fence)
+    return checkpoint.Storage(parent=parent, here=(0,), num_files=1, device=CPU, meeting=meeting, fence=fence)
 
 
 def save(parent, *, step, seed, chain=CHAIN, fence=lambda: None):

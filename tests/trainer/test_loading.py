@@ -108,12 +108,13 @@ def _rank(rank: int, root: Path) -> None:
         store = dist.FileStore(str(root / f"store{world_size}"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         for family in (*EVERYWHERE, *(ONCE if world_size == 3 else ())):
-            _loads_and_publishes(root / family)
+            for shard_ranks in {world_size, world_size // 2 if world_size % 2 == 0 else world_size}:
+                _loads_and_publishes(root / family, shard_ranks=shard_ranks)
         _stops_with_the_others(root, rank=rank, world_size=world_size)
         dist.destroy_process_group()
 
 
-def _loads_and_publishes(folder: Path) -> None:
+def _loads_and_publishes(folder: Path, *, shard_ranks: int) -> None:
     read: list[int] = []
     plain = ModelFolder.read
 
@@ -124,15 +125,15 @@ def _loads_and_publishes(folder: Path) -> None:
 
     ModelFolder.read = counted  # type: ignore[method-assign, assignment]
     try:
-        policy = load_policy(folder)
+        policy = load_policy(folder, shard_ranks=shard_ranks)
     finally:
         ModelFolder.read = plain  # type: ignore[method-assign]
     if folder.name in ("llama", "mixtral", "qwen3_moe"):  # elsewhere buffers, or rows that are joined, are read whole
         assert sum(read) == sum(shard.numel() for shard in policy.shards().values())
     state = whole_state(policy)
     world_size, before = dist.get_world_size(), tensors_of(folder)
-    for writers in {1, world_size}:  # some ranks, or none, are on other hosts
-        target = folder.with_name(f"{folder.name}-{world_size}-{writers}")
+    for writers in {1, shard_ranks}:  # some ranks, or none, are on other hosts
+        target = folder.with_name(f"{folder.name}-{world_size}-{shard_ranks}-{writers}")
         write_version(policy, folder, target, dtype="float32", writers=writers, max_bytes=20_000)
         if dist.get_rank() == 0:
             assert_same_bits(tensors_in(target), before)

@@ -30,7 +30,9 @@ from tests.families import make_model
 from tests.trainer.publishing import load_policy
 
 #: Each loads what the one before has written, and writes it for the next; so the last files are the first ones.
-WORLD_SIZES = (2, 4, 1, 3, 2)
+WORLD_SIZES = (2, 4, 4, 1, 3, 2, 2)
+#: Ranks over which each shards its weights; the others have copies.
+SHARD_RANKS = (2, 4, 2, 1, 3, 1, 2)
 OPTIMIZERS = {
     "adamw": {},
     "8bit": {"optimizer_state": "8bit"},
@@ -41,12 +43,17 @@ FAMILIES = ("seed", "qwen3_moe")
 CHAIN = "0a1b2c3d4e5f"
 
 
-def storage_in(parent: Path) -> checkpoint.Storage:
+def storage_in(parent: Path, *, num_files: int = 0) -> checkpoint.Storage:
     ranks = tuple(range(dist.get_world_size()))
     words = PrefixStore(parent.name, _get_default_store().clone())
     meeting = Meeting(words, rank=dist.get_rank(), size=len(ranks), fence=lambda: None)
     return checkpoint.Storage(
-        parent=parent, ranks=ranks, device=torch.device("cpu"), meeting=meeting, fence=lambda: None
+        parent=parent,
+        here=ranks,
+        num_files=num_files or len(ranks),
+        device=torch.device("cpu"),
+        meeting=meeting,
+        fence=lambda: None,
     )
 
 
@@ -62,7 +69,7 @@ def hash_of(name: str) -> int:
 
 def updated(policy: Policy, optimizer: ShardOptimizer, *, count: int) -> None:
     """Make some updates with gradients that do not depend on the number of ranks."""
-    rows = own_rows_of(policy.shards(), device=policy.device)
+    rows = own_rows_of(policy.shards(), num_files=policy.sharding.size(), device=policy.device)
     shapes = {name: tuple(parameter.shape) for name, parameter in policy.model.named_parameters()}
     for update in range(count):
         gradients = {
@@ -75,16 +82,18 @@ def updated(policy: Policy, optimizer: ShardOptimizer, *, count: int) -> None:
 def load_and_save(root: Path, model: Path, kind: str, *, turn: int) -> None:
     """The first ranks make two updates; the others save what they have loaded."""
     settings = msgspec.structs.replace(SETTINGS, **OPTIMIZERS[kind])
-    policy = load_policy(model)
+    policy = load_policy(model, shard_ranks=SHARD_RANKS[turn])
     shards = policy.shards()
-    optimizer = ShardOptimizer(shards, settings, model=policy.model, group=policy.mesh.get_group())
+    optimizer = ShardOptimizer(shards, settings, model=policy.model, group=policy.sharding.get_group())
     state = dict(shards) | optimizer.state()
     parent = root / f"{model.name}-{kind}"
     if turn:
         for tensor in shards.values():
             tensor.zero_()
         before = folder_of(parent, step=turn, chain=CHAIN)
-        loaded = checkpoint.load(storage_in(parent), [before], tensors=state, may_start_over=False)
+        loaded = checkpoint.load(
+            storage_in(parent, num_files=SHARD_RANKS[turn]), [before], tensors=state, may_start_over=False
+        )
         assert (loaded.step, loaded.chain, loaded.skipped) == (turn, CHAIN, ())
     else:
         updated(policy, optimizer, count=2)
@@ -92,7 +101,7 @@ def load_and_save(root: Path, model: Path, kind: str, *, turn: int) -> None:
     if dist.get_rank() == 0:
         parent.mkdir(exist_ok=True)
     dist.barrier()
-    checkpoint.save(storage_in(parent), step=turn + 1, chain=CHAIN, tensors=state)  # type: ignore[arg-type]
+    checkpoint.save(storage_in(parent, num_files=SHARD_RANKS[turn]), step=turn + 1, chain=CHAIN, tensors=state)  # type: ignore[arg-type]
 
 
 def _rank(rank: int, root: Path) -> None:
