@@ -329,6 +329,17 @@ async def test_a_checkpoint_is_saved_when_every_folder_has_it(order: tuple[int, 
         assert one.kinds() == [("CheckpointSaved", 2)]
 
 
+async def test_a_node_with_copies_of_the_weights_reports_no_checkpoint() -> None:
+    def configure(rank: int) -> wire.Configure:
+        one = of_node(rank)
+        return msgspec.structs.replace(one, settings=msgspec.structs.replace(one.settings, shard_ranks=1))
+
+    async with linked(configure=configure) as one:
+        await make_ready(one)
+        await one.end.hears(0, checkpoint_written(2, folder="/node-0"))
+        assert one.kinds() == [("CheckpointSaved", 2)]
+
+
 async def test_a_node_that_is_a_checkpoint_ahead_does_not_stand_in_for_another() -> None:
     """Also not with the same step, which is reported again when a checkpoint is requested twice."""
     async with linked(configure=of_node) as one:

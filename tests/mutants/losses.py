@@ -62,6 +62,42 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
     ),
     *of(
+        "dora/controller/trainer_link.py",
+        "tests/controller/test_trainer_link.py",
+        (
+            "checkpoint-awaited-from-copies",
+            "                    if rank < (order.settings.shard_ranks or found):",
+            "                    if rank < found:",
+            "test_a_node_with_copies_of_the_weights_reports_no_checkpoint",
+        ),
+    ),
+    *of(
+        "dora/controller/trainer_link.py",
+        "tests/controller/test_lost_trainer.py",
+        (
+            "wave-for-all-ranks-though-fewer-are-left",
+            "num_ranks=self._start.num_ranks)):",
+            "num_ranks=self.num_ranks)):",
+            "test_fewer_ranks_train_all_parts_of_a_wave",
+        ),
+        (
+            "replaced-node-never-trains-again",
+            "        if reason := self.ranks.why_restart():",
+            "        if (reason := self.ranks.why_restart()) and not reason:",
+            "test_ranks_that_should_start_again_do_so_after_a_checkpoint",
+        ),
+    ),
+    *of(
+        "dora/trainer/step.py",
+        "tests/trainer/test_independent.py",
+        (
+            "norm-counts-every-copy",
+            "dist.all_reduce(squares, group=self._policy.sharding.get_group())",
+            "dist.all_reduce(squares)",
+            "test_weights_and_metrics_are_those_of_the_formulas_with_copies_of_the_weights",
+        ),
+    ),
+    *of(
         "dora/transport/controller_end.py",
         "tests/transport/test_incarnations.py",
         (

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,9 @@ def test_weights_and_metrics_are_those_of_the_formulas(tmp_path: Path):
 
 def test_weights_and_metrics_are_those_of_the_formulas_on_two_ranks(tmp_path: Path):
     assert independent.run(list(independent.draw(4, seed=6)), tmp_path, ranks=2) == ""
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+def test_weights_and_metrics_are_those_of_the_formulas_with_copies_of_the_weights(tmp_path: Path, gathered: bool):
+    cases = [replace(case, shard_ranks=2, gathered=gathered) for case in independent.draw(2, seed=7)]
+    assert independent.run(cases, tmp_path, ranks=4) == ""
