@@ -33,7 +33,7 @@ def test_weights_and_metrics_are_those_of_the_formulas_on_two_ranks(tmp_path: Pa
     assert independent.run(list(independent.draw(4, seed=6)), tmp_path, ranks=2) == ""
 
 
-@pytest.mark.parametrize("gathered", [True, False])
-def test_weights_and_metrics_are_those_of_the_formulas_with_copies_of_the_weights(tmp_path: Path, gathered: bool):
-    cases = [replace(case, shard_ranks=2, gathered=gathered) for case in independent.draw(2, seed=7)]
+def test_weights_and_metrics_are_those_of_the_formulas_with_copies_of_the_weights(tmp_path: Path):
+    drawn = zip(independent.draw(2, seed=7), (True, False), strict=True)
+    cases = [replace(case, shard_ranks=2, gathered=gathered) for case, gathered in drawn]
     assert independent.run(cases, tmp_path, ranks=4) == ""
