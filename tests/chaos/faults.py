@@ -47,7 +47,7 @@ def plan(seed: int) -> Iterator[Round]:
         while True:
             yield from dice.sample(kinds, len(kinds))
 
-    live = deal([*LIVE, *(f"stop {name}" for name in STOPPED)])
+    live = deal([*LIVE, *(f"stop {name}" for name in STOPPED), "stop trainer rank for good"])
     deadly, damage, moments = (
         deal([*DEADLY, "controller over stopped children"]),
         deal(list(DAMAGE)),
@@ -232,9 +232,11 @@ class Driver:
         if not what.startswith("stop "):
             session.hit(what)
             return
-        for process in session.targets(what.removeprefix("stop ")):
+        for process in session.targets(what.removeprefix("stop ").removesuffix(" for good")):
             try:
                 process.suspend()
+                if what.endswith("for good"):  # the controller finds it by its pulse, and kills it
+                    continue
                 time.sleep(dice.uniform(0.1, 2.0))  # the injected fault
                 process.send_signal(signal.SIGCONT)
             except psutil.NoSuchProcess:
