@@ -228,6 +228,11 @@ def memory_lines(
             change = _change(config, model, mode=mode, most=most, memory=memory)
             text = f"DOES NOT FIT in {size_text(memory)}: {change}"
         lines.append(("", text))
+    if trainer.min_ranks is not None and trainer.replicate == 1:  # otherwise a rank's share stays the same
+        need = outline.forecast(tokens=tokens, longest=longest, ranks=trainer.min_ranks, layout=layout)
+        fits = memory is None or need.total <= memory
+        text = "" if fits else "; DOES NOT FIT: raise trainer.min_ranks, or replicate the weights (trainer.replicate)"
+        lines.append(("", f"one of {trainer.min_ranks} ranks (trainer.min_ranks): {size_text(need.total)}{text}"))
     return lines
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from dora.app.check import Report
 from dora.app.gpu_plan import Gpus, check_plan
+from dora.app.trainer_check import memory_lines, outline_of
 from dora.config.load import load
 from dora.errors import ConfigError
 from tests.families import make_config
@@ -39,6 +40,18 @@ def planned(model: Path, *changes: str, count: int = 8, memory: int = 80 * GB) -
 def line(lines: list[str], start: str) -> str:
     [found] = [line for line in lines if line.startswith(start)]
     return found
+
+
+@pytest.mark.parametrize(("memory", "fits"), [(80 * GB, True), (5 * MB, False)])
+def test_the_ranks_that_are_left_without_a_node_are_forecast_too(model: Path, memory: int, fits: bool) -> None:
+    given = ["nodes.expected=3", "nodes.train=2", "trainer.ranks=4", "trainer.min_ranks=2", "rollout.max_staleness=0"]
+    config = load(None, [*given, f"model.path={model}"], environ={})
+    mode, outline = outline_of(config, model, memory)
+    [found] = [
+        text for _, text in memory_lines(config, model, outline, mode=mode, memory=memory) if "min_ranks" in text
+    ]
+    assert found.startswith("one of 2 ranks (trainer.min_ranks): ")
+    assert ("DOES NOT FIT: raise trainer.min_ranks" in found) is not fits
 
 
 def test_ranks_servers_and_time_are_forecast_without_gpus_weights_or_data(model: Path) -> None:
