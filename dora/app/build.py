@@ -14,7 +14,9 @@ from pathlib import Path
 
 from dora.app.episodes import EpisodeInputs
 from dora.app.managed import ManagedServer
-from dora.app.nodes import NodeRanks, NodeVersions, add_servers
+from dora.app.node_ranks import NodeRanks
+from dora.app.node_servers import add_servers
+from dora.app.nodes import NodeVersions
 from dora.app.opening import Opened
 from dora.app.ranks import HostRanks
 from dora.config.schema import Config

@@ -31,7 +31,8 @@ from dora.app.episodes import EpisodeInputs, enter_inputs
 from dora.app.fetch import fetch
 from dora.app.held_out import write_results
 from dora.app.inputs import Inputs
-from dora.app.nodes import let_nodes_leave, open_cluster, require_token
+from dora.app.node_servers import let_nodes_leave
+from dora.app.nodes import open_cluster, require_token
 from dora.app.opening import Opened
 from dora.app.prepare import Job, Pacing, new_folder, prepare
 from dora.app.saved_status import saved_status

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dora.app.nodes import NodeServer
+from dora.app.node_servers import NodeServer
 from dora.controller.fleet import Started
 from dora.errors import RemoteError
 from dora.node import cluster as cluster_module
