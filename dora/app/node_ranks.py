@@ -28,7 +28,7 @@ from dora.weights.store import StoreError
 log = structlog.get_logger(__name__)
 
 #: Time in which nodes must be in the places that are needed, after a loss.
-RETURN_TIMEOUT_S: Final = 1_800.0
+NODES_TIMEOUT_S: Final = 1_800.0
 #: Time in which a node is replaced, before fewer ranks train on.
 REPLACE_TIMEOUT_S: Final = 60.0
 #: Time in which the nodes with ranks must have received what these need: versions and a checkpoint.
@@ -92,9 +92,9 @@ class NodeRanks:
         self._cluster.changes.tell()
         self._active = self._places
         if not await self._are_free(len(self._places), REPLACE_TIMEOUT_S):
-            if not await self._are_free(self._fewest, RETURN_TIMEOUT_S - REPLACE_TIMEOUT_S):
+            if not await self._are_free(self._fewest, NODES_TIMEOUT_S - REPLACE_TIMEOUT_S):
                 late = self._why_lost() or "a node has not ended its ranks"
-                raise RemoteError(f"{late} (waited for {RETURN_TIMEOUT_S:g} s)")
+                raise RemoteError(f"{late} (waited for {NODES_TIMEOUT_S:g} s)")
             free = [place for place in self._places if _has_none(place)]
             self._active = free[: len(free) // self._nodes_at_once * self._nodes_at_once]
         num_ranks = self._each * len(self._active)

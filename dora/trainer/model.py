@@ -71,7 +71,7 @@ class ShardedModel:
         self.device = torch.device(f"cuda:{torch.cuda.current_device()}") if is_cuda else torch.device("cpu")
         self.mesh, self.dtype, self.compiled = mesh, dtype, compiled
         self.sharding = mesh[SHARD]  #: the ranks that have one copy of the weights together, this one among them
-        self.replica = mesh.get_local_rank(REPLICATE) if mesh.ndim > 1 else 0  #: number of this copy
+        self.copy_number = mesh.get_local_rank(REPLICATE) if mesh.ndim > 1 else 0  #: number of this copy
         with ExitStack() as opened:
             self.model: Any  # a transformers model whose class FSDP2 extends
             self.model, folder, self.plan = together(lambda: _planned(model_path, dtype, opened), device=self.device)

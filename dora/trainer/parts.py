@@ -81,7 +81,7 @@ class Parts:
     def gather(self) -> list[Piece]:
         """Return what this rank writes of conversions that need other ranks, in host memory; a collective."""
         kept: list[Piece] = []
-        if self._policy.replica:
+        if self._policy.copy_number:
             return kept
         for number, conversion in enumerate(self._gathered):
             owner = number % self._writers

@@ -54,7 +54,7 @@ def write_version(
         make_files(target, plan)
         copy_model_files(source, target, dtype=dtype)
     dist.barrier()
-    for piece in (*parts.gather(), *parts.pieces()) if not policy.replica else ():
+    for piece in (*parts.gather(), *parts.pieces()) if not policy.copy_number else ():
         write_piece(target, plan, piece)
     dist.barrier()
 
