@@ -45,6 +45,7 @@ GATHERED_BYTES = 2 * 2**30  # float32 weights + gradients of the whole model on 
 #: Kinds of models that are or contain an encoder. In 16 bits, the check of the forward pass cannot tell them from
 #: decoders.
 ENCODERS = {**MODEL_FOR_MASKED_LM_MAPPING_NAMES, **MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}.keys()
+MASTER_DTYPE = torch.float32  # of the trained weights, their gradients and what is computed from them
 SHARD, REPLICATE = "shard", "replicate"  # dimensions of a mesh
 MAX_PARTS = 200_000  # 60 layers with 256 experts of three parameters each, none of them stacked, have 110,000
 
@@ -76,7 +77,7 @@ class ShardedModel:
             self.model: Any  # a transformers model whose class FSDP2 extends
             self.model, folder, self.plan = together(lambda: _planned(model_path, dtype, opened), device=self.device)
             for parameter in self.model.parameters():
-                parameter.data = parameter.data.to(dtype if frozen else torch.float32)
+                parameter.data = parameter.data.to(dtype if frozen else MASTER_DTYPE)
                 parameter.requires_grad_(not frozen)
             self.vocab_size: int = self.model.config.get_text_config().vocab_size
             self.gathered = 8 * sum(p.numel() for p in self.model.parameters()) <= GATHERED_BYTES
@@ -86,7 +87,7 @@ class ShardedModel:
             shard = partial(
                 fully_shard,
                 mesh=mesh,
-                mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+                mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=MASTER_DTYPE),
                 offload_policy=CPUOffloadPolicy(pin_memory=is_cuda) if on_host else OffloadPolicy(),
                 reshard_after_forward=not self.gathered,
             )
