@@ -7,6 +7,8 @@ trains waves 0, 1, ... in order and publishes version s + 1 once.
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,17 +16,19 @@ from pathlib import Path
 from typing import Final
 
 from dora.core.ids import FIRST_VERSION, StepId, VersionId
-from dora.errors import ProtocolError
+from dora.errors import ProtocolError, RemoteError
 from dora.paced.model import write_model
 from dora.sim.trainer import wave_time
 from dora.sim.workload import Workload
 from dora.trainer.spans import RankClock
 from dora.transport.messages import (
+    PULSE_S,
     CheckpointWritten,
     Configure,
     MicroBatch,
     MicroBatchDone,
     RankActivity,
+    RankPulse,
     RankReady,
     SaveCheckpoint,
     StepDone,
@@ -67,6 +71,8 @@ class _Trainer:
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._published: Future[None] | None = None
         self._clocks = [RankClock(rank) for rank in range(len(ends))]
+        self._ended = threading.Event()
+        self._pulse = threading.Thread(target=self._beat, name="pulse", daemon=True)
         self._free_at = 0.0
         self._step = StepId(0)
         self._chain = order.chain
@@ -77,15 +83,31 @@ class _Trainer:
         for rank, end in enumerate(self._ends):
             end.send(RankReady(rank=rank, next_step=self._step))
         self._switch("waiting")
-        while not isinstance((messages := _from_each(self._ends))[0], Stop):
-            if isinstance(messages[0], SaveCheckpoint):
-                self._save_checkpoint()
-            else:
-                self._train([m for m in messages if isinstance(m, MicroBatch)])
-            self._switch("waiting")
+        self._pulse.start()
+        try:
+            while not isinstance((messages := _from_each(self._ends))[0], Stop):
+                if isinstance(messages[0], SaveCheckpoint):
+                    self._save_checkpoint()
+                else:
+                    self._train([m for m in messages if isinstance(m, MicroBatch)])
+                self._switch("waiting")
+        finally:
+            self._ended.set()
+            self._pulse.join()
         if self._published is not None:
             self._published.result(PUBLISH_TIMEOUT_S)
         self._publisher.shutdown()
+
+    def _beat(self) -> None:
+        """Send the pulse of each rank; one that only waits for its time to pass makes progress."""
+        for count in itertools.count():
+            if self._ended.wait(PULSE_S):
+                return
+            try:
+                for rank, (end, clock) in enumerate(zip(self._ends, self._clocks, strict=True)):
+                    end.try_send(RankPulse(rank=rank, count=count, activity=clock.activity))
+            except RemoteError:
+                return  # the main thread gets this error too
 
     def _now(self) -> float:
         return time.monotonic() * self._time_scale
