@@ -88,7 +88,10 @@ class Spread:
         if self._own.get(version) is Holding.ALL and (base := self._base(version)) is not None:
             with suppress(StoreError):
                 await self._relay.offer_delta(version, base)
-        while self._own.get(version) is Holding.NOTHING:
+        while (holding := self._own.get(version)) in (Holding.NOTHING, Holding.SOME):
+            if holding is Holding.SOME:  # another call receives it: the version was published again meanwhile
+                await self._changes.until(lambda: self._own.get(version) is not Holding.SOME)
+                continue
             self._own[version] = Holding.SOME
             try:
                 await self._changes.until(lambda: version not in self._own or bool(self._own_sources(version)))
@@ -103,6 +106,7 @@ class Spread:
             finally:
                 if self._own.get(version) is Holding.SOME:
                     self._own[version] = Holding.NOTHING
+                    self._changes.tell()
 
     def release(self, version: VersionId) -> None:
         """Have the nodes delete a version, as soon as none needs it as the base of a delta."""
@@ -115,6 +119,7 @@ class Spread:
             self._released.discard(version)
             del self._manifests[version]
             self._own.pop(version, None)
+            self._changes.tell()  # no fetch waits for it
 
     def _is_base(self, version: VersionId) -> bool:
         """Return whether the next version will arrive as a delta to this one, or still does."""

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from dora.config.load import parse
-from dora.core.ids import InstanceId
+from dora.core.ids import InstanceId, VersionId
 from dora.errors import RunFailed
 from dora.node import cluster as cluster_module
 from dora.node import place as place_module
@@ -31,7 +31,7 @@ from dora.transport.node_messages import (
     Superseded,
 )
 from tests.node.peers import AGAIN_S, RUN, WAIT_S, Controller, Peer, config_of, controller
-from tests.weights.nodes import publish
+from tests.weights.nodes import publish, store_at
 
 ONE = ("nodes.expected=1", "nodes.train=0", "nodes.max=3", "rollout.max_staleness=0")
 
@@ -302,6 +302,19 @@ async def test_a_version_goes_from_node_to_node(tmp_path: Path) -> None:
             spread.release(3)
             for peer in (first, second):
                 await peer.until(NodeOrders, lambda orders: orders.versions == {})
+
+
+async def test_a_version_that_is_published_again_before_it_has_arrived_is_waited_for(tmp_path: Path) -> None:
+    """Its node was lost before any other had the version."""
+    async with controller(tmp_path, *ONE) as there, asyncio.timeout(WAIT_S):
+        spread = there.cluster.spread
+        lost = publish(store_at(tmp_path / "lost"))
+        spread.hold(lost)
+        first, again = (asyncio.create_task(spread.fetch(VersionId(lost.version))) for _ in range(2))
+        done, _ = await asyncio.wait({first, again}, timeout=0.2)
+        assert not done
+        spread.release(VersionId(lost.version))
+        await asyncio.gather(first, again)
 
 
 async def test_a_released_version_stays_until_the_delta_to_it_has_arrived(tmp_path: Path) -> None:
