@@ -133,15 +133,15 @@ def test_a_controller_resumed_on_another_host_takes_over_nodes_and_versions(life
     assert held.items() <= adopted(life.run.folder).items()
 
 
-def test_a_training_node_that_crashes_ends_the_run_which_resumes_without_it(life: Life) -> None:
+def test_a_controller_killed_while_a_training_node_is_lost_is_resumed_with_another_one(life: Life) -> None:
     before = life.servers()
     life.cluster.nodes.pop(life.trainer.name)
     life.trainer.crash()
-    assert life.run.end() == 1
-    assert life.run.err[-1].startswith(f"dora: node {life.trainer.name}"), life.run.told()
+    life.run.until_status(lambda status: status["trainer"]["ranks_ready"] == 0, what="the trainer is lost")
+    folder = life.kill()
     life.trainer = life.network.host("node-3")
     life.cluster.node(life.trainer)
-    life.resume(life.run.host, life.run.folder)
+    life.resume(life.run.host, folder)
     life.run.until_more(1)
     assert life.servers() == before
 

@@ -30,7 +30,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "checkpoint-set-aside-for-the-damage-of-another-host",
-            "        if storage.is_first and not all(undamaged[rank] for rank in storage.ranks) and path.exists():",
+            "        if storage.is_first and not all(undamaged[rank] for rank in storage.here) and path.exists():",
             "        if storage.is_first and path.exists():",
             "test_a_checkpoint_that_one_host_has_lost_is_skipped_by_both[lose_the_folder-1]",
         ),
