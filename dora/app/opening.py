@@ -13,13 +13,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version as package_version
 from pathlib import Path
 
 import msgspec
 import structlog
 
-from dora import foreign
+from dora import files, foreign
 from dora.app import resume as resuming
 from dora.app.held_out import HELD_OUT_SET
 from dora.app.inputs import model_files, weights_digest
@@ -57,7 +58,7 @@ from dora.observe.facts import ShellFacts
 from dora.observe.lanes import Lanes
 from dora.observe.observed import Folded, Observed
 from dora.transport.controller_end import ControllerEnd
-from dora.transport.messages import CheckpointWritten, FlightRecord
+from dora.transport.messages import CheckpointWritten
 from dora.weights.fence import raise_fence
 from dora.weights.store import (
     MANIFEST,
@@ -346,14 +347,6 @@ class Opened:
         self.commits.on_full = recorder.on_full
         return recorder
 
-    def _keep_flight_record(self, message: FlightRecord) -> None:
-        """Write the last collectives of a rank without progress to the logs."""
-        path = self.folder.logs / f"flight-rank-{message.rank}.json"
-        try:
-            path.write_text(message.record)
-        except OSError as err:
-            log.warning("flight_record_not_kept", path=str(path), reason=str(err))
-
     async def fence_ranks(self, incarnation: int) -> None:
         """Let only ranks of this incarnation make anything visible, and find out where they start."""
         try:
@@ -424,7 +417,7 @@ class Opened:
             on_step=recorder.on_step,
             spans=recorder,
             on_logprobs=recorder.samples.on_logprobs,
-            on_flight_record=self._keep_flight_record,
+            on_flight_record=partial(keep_flight_record, self.folder.logs),
             durable=self.commits.durable,
             lineage=self.lineage,
             tell=self.tell,
@@ -432,3 +425,12 @@ class Opened:
                 self.folder, job.state, step, trajectories=self.trajectories, inputs=job.inputs
             ),
         )
+
+
+def keep_flight_record(logs: Path, rank: int, record: str) -> None:
+    """Write the last collectives of a rank without progress to the logs, in place of whatever is there."""
+    path = logs / f"flight-rank-{rank}.json"
+    try:
+        files.replace(path, record.encode())
+    except OSError as err:
+        log.warning("flight_record_not_kept", path=str(path), reason=str(err))

@@ -118,7 +118,7 @@ class TrainerLink:
     tell: Callable[[str], None]  # shows a line to the user
     spans: RankObserver | None = None
     on_logprobs: Callable[[wire.TrainerLogprobs], None] = lambda message: None
-    on_flight_record: Callable[[wire.FlightRecord], None] = lambda message: None
+    on_flight_record: Callable[[int, str], None] = lambda rank, record: None
     #: Copies a checkpoint to where a resume finds it, given the report of each folder by its first rank; returns the
     #: folder of the copy. None: it is there already.
     keep: Callable[[Mapping[int, wire.CheckpointWritten]], Awaitable[str]] | None = None
@@ -238,7 +238,7 @@ class TrainerLink:
                     if start.vitals is not None:
                         start.vitals.note(rank, message, at=asyncio.get_running_loop().time())
                 case wire.FlightRecord():
-                    self.on_flight_record(message)
+                    self.on_flight_record(rank, message.record)  # a rank speaks for itself alone
                 case wire.TrainerLogprobs():
                     self.on_logprobs(message)
                 case wire.MicroBatchDone():

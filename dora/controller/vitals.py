@@ -5,8 +5,8 @@ wedged if none of them has made progress for ten times as long as any has needed
 least a minute; for example, in a collective that one of them never enters. Activities with a limit of their own are not
 judged.
 
-Invariant: pure; times are those of one clock. Time in which the controller itself stood still, or a host was cut off,
-is held against no rank.
+Invariant: pure; all times are by one clock. Time during which the controller itself was stopped, or a host was cut off,
+does not count against any rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STILL_FACTOR: Final = 10.0
 FIRST_S: Final = 300.0
 #: From one judgement to the next.
 LOOK_S: Final = 1.0
-#: A longer time between two judgements: the controller stood still.
+#: If more time than this passes between two judgements, the controller itself was stopped.
 GAP_S: Final = 5.0
 
 

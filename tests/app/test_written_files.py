@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from dora import files
 from dora.app import saved_status
 from dora.app.demo import unpack_demo
+from dora.app.opening import keep_flight_record
 from dora.cli.view import write_report, write_trace
 from dora.journal.run_folder import RunFolder
 from tests.journal.recorded import full_run, write
@@ -59,3 +61,16 @@ def test_the_name_of_a_temporary_file_cannot_be_foreseen(tmp_path: Path) -> None
             files.replace(tmp_path / "epoch", b"1\n")
     temporary = {path.name for path in written if path.name.startswith(".")}
     assert len(temporary) == 2
+
+
+def test_a_flight_record_takes_the_place_of_a_fifo_and_of_a_link(tmp_path: Path) -> None:
+    """Whoever opened the fifo to write would wait for a reader, and with it the whole run."""
+    victim, logs = tmp_path / "victim", tmp_path / "logs"
+    victim.write_text("mine")
+    logs.mkdir()
+    os.mkfifo(logs / "flight-rank-0.json")
+    (logs / "flight-rank-1.json").symlink_to(victim)
+    for rank in range(2):
+        keep_flight_record(logs, rank, "{}")
+    assert victim.read_text() == "mine"
+    assert [path.read_text() for path in sorted(logs.iterdir())] == ["{}", "{}"]

@@ -44,7 +44,7 @@ class Pair:
         self.cluster.node(self.hosts[name])
 
     def until_trains_with(self, ranks: int, *, files: int | None = None) -> None:
-        """Wait until so many ranks are ready, and have trained another step and written a checkpoint of these files."""
+        """Wait until this many ranks are ready, have trained a step, and have written a checkpoint of `files` files."""
         wanted = {"ranks": ranks, "ranks_ready": ranks}
         self.run.until_status(
             lambda status: {key: status["trainer"][key] for key in wanted} == wanted, what=f"{ranks} ranks"

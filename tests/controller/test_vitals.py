@@ -28,6 +28,11 @@ class Ranks:
         for rank in range(2):
             self.work(rank, activity)
 
+    def spend(self, seconds: float, *, on: RankActivity) -> None:
+        """Let both ranks do this."""
+        self.both(on)
+        self.until(seconds)
+
     def until(self, seconds: float) -> str:
         """Let time go on; return the first problem, or ""."""
         end = self.now + seconds
@@ -57,10 +62,8 @@ def test_a_rank_that_is_silent_is_found_at_once() -> None:
 
 def test_ranks_that_all_stand_still_are_found_and_their_activities_named() -> None:
     ranks = Ranks()
-    ranks.both("forward_backward")
-    ranks.until(4.0)
-    ranks.both("slowest_rank")
-    ranks.until(4.0)
+    ranks.spend(4.0, on="forward_backward")
+    ranks.spend(4.0, on="slowest_rank")
     ranks.work(0, "forward_backward")
     began = ranks.now
     problem = ranks.until(10_000.0)
@@ -95,20 +98,16 @@ def test_the_first_time_may_take_long_because_kernels_are_compiled() -> None:
 @pytest.mark.parametrize("activity", sorted(OWN_LIMIT))
 def test_what_has_a_limit_of_its_own_is_not_judged(activity: RankActivity) -> None:
     ranks = Ranks()
-    ranks.both("forward_backward")
-    ranks.until(2.0)
-    ranks.both("optimizer")
-    ranks.until(2.0)
+    ranks.spend(2.0, on="forward_backward")
+    ranks.spend(2.0, on="optimizer")
     ranks.both(activity)
     assert ranks.until(2_000.0) == ""
 
 
 def test_a_controller_that_stood_still_judges_nobody_by_that_time() -> None:
     ranks = Ranks()
-    ranks.both("forward_backward")
-    ranks.until(2.0)
-    ranks.both("forward_backward")
-    ranks.until(2.0)
+    ranks.spend(2.0, on="forward_backward")
+    ranks.spend(2.0, on="forward_backward")
     ranks.now += 100 * GAP_S
     assert ranks.vitals.problem(at=ranks.now) == ""
     assert ranks.until(0.9 * STILL_S) == ""
