@@ -78,6 +78,7 @@ class _Start:
 
     incarnation: int
     num_ranks: int = 0  # 0 until they are started
+    steps: int = 0  # of the run; 0 until they are configured
     outbox: asyncio.Queue[tuple[int, list[wire.MicroBatch]]] = field(default_factory=lambda: asyncio.Queue(OUTBOX_SIZE))
     ready: dict[int, StepId] = field(default_factory=dict)
     skipped: dict[str, None] = field(default_factory=dict)  # why checkpoints could not be loaded
@@ -127,6 +128,7 @@ class TrainerLink:
     _start: _Start = field(init=False)
     _restarts: asyncio.Queue[cmd.RestartTrainer] = field(default_factory=asyncio.Queue)
     _checkpoint: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_ending: bool = False  # the last checkpoint was requested
 
     def __post_init__(self) -> None:
         self._start = _Start(0, self.num_ranks)
@@ -191,6 +193,7 @@ class TrainerLink:
                 )
             for rank in range(start.num_ranks):
                 order = msgspec.structs.replace(self.configure(rank), incarnation=start.incarnation)
+                start.steps = order.settings.steps
                 if rank == (order.ranks_here or (0,))[0]:
                     if rank < (order.settings.shard_ranks or found):  # others only read
                         start.written[rank] = deque()
@@ -288,6 +291,7 @@ class TrainerLink:
             never_was = not (self._start.incarnation or self._start.lost.is_set())
             return never_was  # then nothing was trained since the last checkpoint
         self._checkpoint.clear()
+        self._is_ending = True
         for rank in range(self._start.num_ranks):
             await self.end.send(rank, wire.SaveCheckpoint())
         ends = [asyncio.create_task(event.wait()) for event in (self._checkpoint, self._start.lost)]
@@ -403,7 +407,8 @@ class TrainerLink:
     async def _emit_checkpoint(self, message: wire.CheckpointWritten, *, folder: str) -> None:
         await self.emit(ev.CheckpointSaved(self.now(), message.step, folder, message.chain))
         self._checkpoint.set()
-        if reason := self.ranks.why_restart():
+        is_needed = not self._is_ending and message.step < self._start.steps
+        if is_needed and (reason := self.ranks.why_restart()):
             raise RemoteError(reason)
 
     def _require_chain(self, chain: str, *, step: StepId, what: str) -> None:

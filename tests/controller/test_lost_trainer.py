@@ -149,9 +149,20 @@ async def test_fewer_ranks_train_all_parts_of_a_wave() -> None:
 async def test_ranks_that_should_start_again_do_so_after_a_checkpoint() -> None:
     async with running() as one:
         one.ranks.wish = "node b is back"
-        one.end.said.put_nowait((0, checkpoint_written(3)))
-        assert (await one.event(ev.CheckpointSaved)).step == 3
+        one.end.said.put_nowait((0, checkpoint_written(1)))
+        assert (await one.event(ev.CheckpointSaved)).step == 1
         assert (await one.event(ev.TrainerLost)).reason == "node b is back"
+
+
+async def test_ranks_that_have_no_more_to_do_are_not_started_again() -> None:
+    async with running() as one:
+        one.ranks.wish = "node b is back"
+        await one.end.hears(0, checkpoint_written(2))  # after the last step
+        asked = asyncio.create_task(one.link.checkpoint(timeout_s=WAIT_S))
+        await one.end.has_sent(4)
+        await one.end.hears(0, checkpoint_written(1))
+        assert await asked
+        assert [kind for kind, *_ in one.kinds()] == ["CheckpointSaved"] * 2
 
 
 async def test_ranks_of_another_number_than_was_started_are_refused() -> None:

@@ -82,8 +82,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "replaced-node-never-trains-again",
-            "        if reason := self.ranks.why_restart():",
-            "        if (reason := self.ranks.why_restart()) and not reason:",
+            "        is_needed = not self._is_ending and message.step < self._start.steps",
+            "        is_needed = False",
             "test_ranks_that_should_start_again_do_so_after_a_checkpoint",
         ),
     ),
