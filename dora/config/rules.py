@@ -36,6 +36,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _optimizer_problems(config)
     yield from _capacity_problems(config)
     yield from _address_problems(config)
+    yield from _rank_problems(config)
     yield from _node_problems(config)
     yield from _template_problems(config)
     yield from _source_problems(config)
@@ -115,10 +116,19 @@ def _address_problems(config: Config) -> Iterator[str]:
         yield f"trainer.address: cannot listen on {config.trainer.address}; write it as tcp://HOST:PORT"
 
 
+def _rank_problems(config: Config) -> Iterator[str]:
+    ranks, groups = config.trainer.ranks, config.trainer.replicate
+    if ranks % groups:
+        yield f"trainer.replicate: {ranks} trainer.ranks cannot be divided into {groups} equal groups"
+    if (fewest := config.trainer.min_ranks) is not None:
+        if config.num_training_nodes < 2:
+            yield "trainer.min_ranks: no rank is left if the only host with ranks is lost; remove it"
+        elif fewest > ranks:
+            yield f"trainer.min_ranks: {fewest} is more than trainer.ranks ({ranks})"
+
+
 def _node_problems(config: Config) -> Iterator[str]:
     nodes, training = config.nodes, config.num_training_nodes
-    if config.trainer.ranks % config.trainer.replicate:
-        yield f"trainer.replicate: {config.trainer.ranks} trainer.ranks are no {config.trainer.replicate} equal groups"
     if not nodes.expected:
         return
     if not _LISTEN_ADDRESS.fullmatch(nodes.address):
@@ -134,11 +144,6 @@ def _node_problems(config: Config) -> Iterator[str]:
         )
     elif training and config.trainer.ranks % training:
         yield f"nodes.train: {config.trainer.ranks} trainer.ranks cannot be divided equally among {training} nodes"
-    if (fewest := config.trainer.min_ranks) is not None:
-        if training < 2:
-            yield "trainer.min_ranks: nothing is left to train if the only host with ranks is lost; remove it"
-        elif fewest > config.trainer.ranks:
-            yield f"trainer.min_ranks: {fewest} is more than trainer.ranks ({config.trainer.ranks})"
     needed = config.servers_of_node * config.engine.tensor_parallel
     if (several := config.nodes_of_server) > 1:
         yield from _wide_server_problems(config, several)
