@@ -112,7 +112,7 @@ class _Plan:
 
     def rank_bytes(self, ranks: int) -> int:
         """Return the bytes of one of `ranks` ranks."""
-        shard_ranks = max(1, ranks // self.config.trainer.replicate)
+        shard_ranks = max(1, ranks // self.config.trainer.parallel.replicate)
         return self.alone.total - self.alone.states + -(-self.alone.states // shard_ranks)
 
     def check_split(self, report: Report) -> bool:

@@ -50,7 +50,7 @@ class NodeRanks:
         self._active = self._places  # those whose ranks take part
         self._each = config.ranks_of_node
         #: Number of ranks that share one copy of the weights, of which only whole ones take part; 0: all ranks.
-        self._shard_ranks = config.shard_ranks if config.trainer.replicate > 1 else 0
+        self._shard_ranks = config.shard_ranks if config.trainer.parallel.replicate > 1 else 0
         self._nodes_at_once = self._shard_ranks // math.gcd(self._shard_ranks, self._each) or 1
         at_least = -(-(config.trainer.min_ranks or config.trainer.ranks) // self._each)
         self._fewest = -(-at_least // self._nodes_at_once) * self._nodes_at_once

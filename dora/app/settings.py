@@ -86,7 +86,9 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
     samples_once = config.rules.in_flight is None  # otherwise tokens of a group may be sampled under several versions
     return TrainerSettings(
         **_common(config.trainer, TrainerSettings),
-        shard_ranks=config.shard_ranks if config.trainer.replicate > 1 else 0,
+        shard_ranks=config.shard_ranks if config.trainer.parallel.replicate > 1 else 0,
+        expert_ranks=config.trainer.parallel.expert,
+        context_ranks=config.trainer.parallel.context,
         beta1=beta1,
         beta2=beta2,
         probe_tokens=PROBE_TOKENS if config.trainer.probe_every and samples_once else 0,
@@ -126,6 +128,8 @@ def _advantages(config: Config) -> tuple[str, ...]:
 _WITHOUT_EFFECT = (
     "threads",
     "shard_ranks",
+    "expert_ranks",
+    "context_ranks",
     "shared_prompts",
     "activation_checkpointing",
     "compile",

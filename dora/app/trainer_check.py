@@ -228,10 +228,10 @@ def memory_lines(
             change = _change(config, model, mode=mode, most=most, memory=memory)
             text = f"DOES NOT FIT in {size_text(memory)}: {change}"
         lines.append(("", text))
-    if trainer.min_ranks is not None and trainer.replicate == 1:  # otherwise a rank's share stays the same
+    if trainer.min_ranks is not None and trainer.parallel.replicate == 1:  # otherwise a rank's share stays the same
         need = outline.forecast(tokens=tokens, longest=longest, ranks=trainer.min_ranks, layout=layout)
         fits = memory is None or need.total <= memory
-        text = "" if fits else "; DOES NOT FIT: raise trainer.min_ranks, or replicate the weights (trainer.replicate)"
+        text = "" if fits else "; DOES NOT FIT: raise trainer.min_ranks, or replicate the weights (trainer.parallel.replicate)"
         lines.append(("", f"one of {trainer.min_ranks} ranks (trainer.min_ranks): {size_text(need.total)}{text}"))
     return lines
 
@@ -263,7 +263,7 @@ def _change(config: Config, model: Path, *, mode: Mode, most: int, memory: int) 
     while ranks < MAX_RANKS:
         ranks *= 2
         if outline.forecast(tokens=longest, longest=longest, ranks=ranks).total <= FITS * memory:
-            needed = ranks * config.trainer.replicate
+            needed = ranks * config.trainer.parallel.replicate
             return f"start at least {needed} trainer.ranks with trainer.activation_checkpointing = full"
     most = largest_pass(outline, tokens=longest, longest=longest, ranks=config.shard_ranks, memory=memory)
     if most > config.task.max_prompt_tokens:

@@ -33,7 +33,7 @@ OPERATIONAL: Final = (
     "environment.memory_mb",
     "environment.cores",
     "trainer.ranks",
-    "trainer.replicate",
+    "trainer.parallel",
     "trainer.min_ranks",
     "trainer.command",
     "trainer.address",

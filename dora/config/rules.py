@@ -117,9 +117,9 @@ def _address_problems(config: Config) -> Iterator[str]:
 
 
 def _rank_problems(config: Config) -> Iterator[str]:
-    ranks, groups = config.trainer.ranks, config.trainer.replicate
+    ranks, groups = config.trainer.ranks, config.trainer.parallel.replicate
     if ranks % groups:
-        yield f"trainer.replicate: {ranks} trainer.ranks cannot be divided into {groups} equal groups"
+        yield f"trainer.parallel.replicate: {ranks} trainer.ranks cannot be divided into {groups} equal groups"
     if (fewest := config.trainer.min_ranks) is not None:
         if config.num_training_nodes < 2:
             yield "trainer.min_ranks: no rank is left if the only host with ranks is lost; remove it"

@@ -163,6 +163,21 @@ class EngineConfig(Section):
     are mounted elsewhere."""
 
 
+class ParallelConfig(Section):
+    """How the trainer's ranks divide weights and sequences; docs/TRAINER.md has what each layout is for."""
+
+    replicate: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
+    """Number of copies of the weights (HSDP). The ranks are divided into as many groups, each of which shards weights
+    and moments among its ranks; gradients are summed over all. If a group is the ranks of a node, weights are gathered
+    within nodes."""
+    expert: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
+    """Number of consecutive ranks that divide the experts of each layer (EP). Tokens travel to the ranks of their
+    experts, whose weights are not gathered. For mixtures of experts only."""
+    context: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
+    """Number of consecutive ranks that divide each sequence (Ulysses, arXiv 2309.14509), so that a rank keeps a part of
+    its activations. In attention, each of them computes some of the heads over all tokens."""
+
+
 class TrainerConfig(Section):
     """The torchrun trainer and its optimizer."""
 
@@ -171,10 +186,8 @@ class TrainerConfig(Section):
     min_ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
     """Fewest ranks that train on while a node is lost. They then train its part of each micro-batch too, and need more
     memory, until a node is in its place and the next checkpoint is written. Unset: training waits for a node."""
-    replicate: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
-    """Number of copies of the weights (HSDP). The ranks are divided into as many groups, each of which shards weights
-    and moments among its ranks; gradients are summed over all. If a group is the ranks of a node, weights are gathered
-    within nodes."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How the ranks divide the work beyond data: see `[trainer.parallel]`."""
     command: tuple[str, ...] = ()
     """Command that starts all ranks of a host in place of torchrun, as a list of arguments. The environment variables
     DORA_CONTROLLER (address) and DORA_TOKEN tell it how to reach the run. With ranks on several nodes, PET_NNODES,
@@ -604,7 +617,7 @@ class Config(Section):
     @property
     def shard_ranks(self) -> int:
         """Number of ranks over which one copy of the weights is sharded."""
-        return self.trainer.ranks // self.trainer.replicate
+        return self.trainer.ranks // self.trainer.parallel.replicate
 
     @property
     def ranks_of_node(self) -> int:

@@ -187,7 +187,7 @@ def make_mesh(device: str, *, shard_ranks: int = 0) -> DeviceMesh:
     have copies of them (HSDP)."""
     size = dist.get_world_size()
     if size % (shard_ranks := shard_ranks or size):
-        raise ConfigError(f"trainer.replicate: {size} ranks are no whole copies of {shard_ranks} ranks")
+        raise ConfigError(f"trainer.parallel.replicate: {size} ranks are no whole copies of {shard_ranks} ranks")
     if size == shard_ranks:
         return init_device_mesh(device, (size,), mesh_dim_names=(SHARD,))
     return init_device_mesh(device, (size // shard_ranks, shard_ranks), mesh_dim_names=(REPLICATE, SHARD))

@@ -67,7 +67,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
         pytest.skip(f"needs {lacking}")
     with network_at(tmp_path_factory.mktemp("fewer") / "net") as network:
         controller = network.host("controller")
-        cluster = Cluster(network, {**CHANGES, "trainer__replicate": getattr(request, "param", 1)})
+        cluster = Cluster(network, {**CHANGES, "trainer__parallel__replicate": getattr(request, "param", 1)})
         with cluster.run(controller) as run:
             one = Pair(network, cluster, run, {})
             try:

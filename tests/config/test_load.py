@@ -139,7 +139,7 @@ def test_the_error_for_an_unknown_key_suggests_the_nearest_valid_one(given: str,
 def test_a_dissimilar_key_of_another_section_is_not_suggested(given: str):
     (line,) = refused(f"{given}=grpo")
     assert line.startswith(
-        f"--set {given}=grpo: unknown key {given}; valid here: ranks, min_ranks, replicate, command, address, "
+        f"--set {given}=grpo: unknown key {given}; valid here: ranks, min_ranks, parallel, command, address, "
     )
     assert "token" not in line.partition("valid here")[2].split(", ")
 

@@ -27,7 +27,7 @@ def test_a_run_goes_on_with_fewer_ranks_and_then_with_copies_of_the_weights(tmp_
         run.process.kill()  # the next ranks train a step again, from a checkpoint
         run.end()
     for ranks, shard_ranks, until in ((1, 1, 6), (4, 2, STEPS)):
-        changes = settings(status__port=0, trainer__ranks=ranks, trainer__replicate=ranks // shard_ranks)
+        changes = settings(status__port=0, trainer__ranks=ranks, trainer__parallel__replicate=ranks // shard_ranks)
         with Run("--resume", str(folder.root), *changes) as run:
             if until < STEPS:
                 run.until_trained(until)
