@@ -30,7 +30,8 @@ from result import Report, number, parser
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from dora.trainer.buckets import BUCKET_BYTES
-from dora.trainer.model import Policy, make_mesh
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy
 from dora.trainer.packing import Layout
 from dora.trainer.publish import Publisher
 from dora.trainer.step import Trainer

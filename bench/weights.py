@@ -45,7 +45,8 @@ from dora.engine.sglang.sender import plan_buckets
 from dora.engine.sglang.senders import Senders
 from dora.engine.sglang.target import PushTarget
 from dora.node.ports import free_port
-from dora.trainer.model import Policy, make_mesh
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy
 from dora.weights.store import VersionStore
 from tests.trainer.publishing import make_publisher
 

@@ -33,7 +33,8 @@ from dora.errors import ConfigError
 from dora.trainer.forward_check import check_again, check_training
 from dora.trainer.layouts import carries_state
 from dora.trainer.logprobs import logprobs
-from dora.trainer.model import Policy, make_mesh
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy
 from dora.trainer.packing import Layout, make_row
 from dora.trainer.thresholds import thresholds
 from tests.families import FAMILIES, SHAPE

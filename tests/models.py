@@ -28,7 +28,8 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from dora.errors import ConfigError
 from dora.trainer.forward_check import check_training
 from dora.trainer.logprobs import logprobs
-from dora.trainer.model import Policy, make_mesh
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy
 from dora.trainer.packing import SHARE_ABOVE, Layout, make_row, prompts_of, split_passes
 from tests.families import FAMILIES, make_model
 from tests.trainer.publishing import gather

@@ -33,7 +33,8 @@ from dora.core.waves import Answer, Pending
 from dora.objectives.advantages import group_advantages
 from dora.trainer.checkpointing import Mode
 from dora.trainer.forward_check import check_training
-from dora.trainer.model import Policy, make_mesh
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy
 from dora.trainer.packing import Layout
 from dora.trainer.publish import Publisher
 from dora.trainer.step import Trainer

@@ -38,7 +38,8 @@ from dora.tasks.prompts import Prompt
 from dora.tasks.rewards import GradeRequest, build_scorer, total
 from dora.tasks.sources import derive_seed
 from dora.trainer.forward_check import check_training
-from dora.trainer.model import Policy, make_mesh
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy
 from dora.trainer.publish import Publisher
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, MicroBatch, StepDone

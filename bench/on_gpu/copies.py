@@ -15,7 +15,7 @@ from dora.core.ids import VersionId
 from dora.trainer.copies import FrozenPolicy
 from dora.trainer.forecast import trial_row
 from dora.trainer.logprobs import logprobs
-from dora.trainer.model import make_mesh
+from dora.trainer.meshes import make_mesh
 from on_gpu.cases import Case, Place, free
 from on_gpu.models import DTYPE, SHAPES, RandomPolicy, order_for
 

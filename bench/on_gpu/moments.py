@@ -15,7 +15,8 @@ from clients.steps import LEARNING_RATE, one_rank
 from result import Row, number
 
 from dora.trainer.forecast import Outline
-from dora.trainer.model import Policy, make_mesh
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy
 from dora.trainer.optimizer import ShardOptimizer, moment_bytes
 from on_gpu.cases import Case, Place, count_peak, free, peak_of
 from on_gpu.models import DTYPE, RandomPolicy, Repeated, answers_of, order_for, trainer_of

@@ -41,6 +41,7 @@ from transformers.core_model_loading import (
 from dora.errors import ConfigError
 from dora.model_files import indexed_files
 from dora.trainer.full_disk import print_error
+from dora.trainer.meshes import rows_of
 
 _FP8: Final = ("F8_E4M3", "F8_E5M2")
 
@@ -316,10 +317,10 @@ def _files_by_name(model_path: Path) -> dict[str, Path]:
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-def load_shards(model: Any, folder: ModelFolder, plan: Plan, *, rank: int, world_size: int) -> None:
-    """Fill this rank's rows (dim 0, in chunks of ceil(rows / world size)) and all persistent buffers."""
+def load_shards(model: Any, folder: ModelFolder, plan: Plan, *, rank: int) -> None:
+    """Fill this rank's rows and all persistent buffers. `rank`: its number in its copy of the weights."""
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    rows = {name: own_rows(tensor, rank=rank, world_size=world_size) for name, tensor in tensors.items()}
+    rows = {name: own_rows(tensor, rank) for name, tensor in tensors.items()}
     filled: dict[int, str] = {}
     for conversion in plan.conversions:
         for name, values in _read(model, folder, conversion, rows).items():
@@ -335,12 +336,9 @@ def load_shards(model: Any, folder: ModelFolder, plan: Plan, *, rank: int, world
                 )
 
 
-def own_rows(tensor: Tensor, *, rank: int, world_size: int) -> range:
-    """Return the rows of a parameter that this rank has; buffers are whole on every rank."""
-    if not isinstance(tensor, DTensor):
-        return range(tensor.shape[0] if tensor.dim() else 1)
-    chunk = -(-tensor.shape[0] // world_size)
-    return range(tensor.shape[0])[chunk * rank : chunk * (rank + 1)]
+def own_rows(tensor: Tensor, rank: int) -> range:
+    """Return the rows of a tensor of the model that a rank has; buffers are whole on every rank."""
+    return rows_of(tensor, rank) if isinstance(tensor, DTensor) else range(tensor.shape[0] if tensor.dim() else 1)
 
 
 def _read(model: Any, folder: ModelFolder, conversion: Conversion, rows: Mapping[str, range]) -> dict[str, Tensor]:

@@ -33,7 +33,8 @@ from dora.trainer.forward_check import check_training
 from dora.trainer.full_disk import print_error
 from dora.trainer.meeting import Meeting
 from dora.trainer.memory import memory_errors, rank_memory, train_in_memory
-from dora.trainer.model import Policy, decoder_layers, make_mesh, require_device
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy, decoder_layers, require_device
 from dora.trainer.optimizer import moment_bytes
 from dora.trainer.publish import Publisher
 from dora.trainer.pulse import Pulse, beat_with
@@ -87,7 +88,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
     if settings.device == "cuda":
         torch.cuda.set_device(local_rank)
     first, second = _join("nccl" if settings.device == "cuda" else "gloo")
-    mesh = make_mesh(settings.device, shard_ranks=settings.shard_ranks)
+    mesh = make_mesh(settings.device, shard_ranks=settings.shard_ranks, expert_ranks=settings.expert_ranks)
     if settings.device != "cuda":
         _stop_listening()
     if dist.get_rank() == 0:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
@@ -36,9 +36,10 @@ from transformers.models.auto.modeling_auto import (
 
 from dora.errors import ConfigError
 from dora.model_config import load_config, text_config
-from dora.trainer import attention, checkpointing
+from dora.trainer import attention, checkpointing, experts
 from dora.trainer.agreement import together
 from dora.trainer.loading import ModelFolder, Plan, load_shards, open_folder, plan
+from dora.trainer.meshes import EXPERT, Mesh
 from dora.weights.file_plan import TensorSpec
 
 GATHERED_BYTES = 2 * 2**30  # float32 weights + gradients of the whole model on every rank
@@ -46,7 +47,6 @@ GATHERED_BYTES = 2 * 2**30  # float32 weights + gradients of the whole model on 
 #: decoders.
 ENCODERS = {**MODEL_FOR_MASKED_LM_MAPPING_NAMES, **MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}.keys()
 MASTER_DTYPE = torch.float32  # of the trained weights, their gradients and what is computed from them
-SHARD, REPLICATE = "shard", "replicate"  # dimensions of a mesh
 MAX_PARTS = 200_000  # 60 layers with 256 experts of three parameters each, none of them stacked, have 110,000
 
 
@@ -57,7 +57,7 @@ class ShardedModel:
         self,
         model_path: Path,
         *,
-        mesh: DeviceMesh,
+        mesh: Mesh,
         dtype: torch.dtype,
         frozen: bool = False,
         on_host: bool = False,
@@ -68,11 +68,11 @@ class ShardedModel:
 
         `on_host`: the shards are in pinned host memory, and FSDP2 copies those of a layer to the device before it runs.
         """
-        is_cuda = mesh.device_type == "cuda"
+        is_cuda = mesh.weights.device_type == "cuda"
         self.device = torch.device(f"cuda:{torch.cuda.current_device()}") if is_cuda else torch.device("cpu")
         self.mesh, self.dtype, self.compiled = mesh, dtype, compiled
-        self.sharding = mesh[SHARD]  #: the ranks that have one copy of the weights together, this one among them
-        self.copy_number = mesh.get_local_rank(REPLICATE) if mesh.ndim > 1 else 0  #: number of this copy
+        self.sharding = mesh.sharding  #: the ranks that have one copy of the weights together, this one among them
+        self.copy_number = mesh.copy_number
         with ExitStack() as opened:
             self.model: Any  # a transformers model whose class FSDP2 extends
             self.model, folder, self.plan = together(lambda: _planned(model_path, dtype, opened), device=self.device)
@@ -81,16 +81,22 @@ class ShardedModel:
                 parameter.requires_grad_(not frozen)
             self.vocab_size: int = self.model.config.get_text_config().vocab_size
             self.gathered = 8 * sum(p.numel() for p in self.model.parameters()) <= GATHERED_BYTES
+            #: Whether ranks meet in every pass, so that all need the same number of passes.
+            self.meets_in_passes = not self.gathered or mesh.experts is not None
+            dispatching = experts.divide(self.model, mesh.experts[EXPERT]) if mesh.experts is not None else []
             if compiled:
                 compile_layers(decoder_layers(self.model))
             checkpointing.apply_checkpointing(decoder_layers(self.model), activation_checkpointing)
+            precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=MASTER_DTYPE)
             shard = partial(
                 fully_shard,
-                mesh=mesh,
-                mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=MASTER_DTYPE),
+                mesh=mesh.weights,
+                mp_policy=precision,
                 offload_policy=CPUOffloadPolicy(pin_memory=is_cuda) if on_host else OffloadPolicy(),
                 reshard_after_forward=not self.gathered,
             )
+            for module in dispatching:  # routing weights keep their type
+                shard(module, mesh=mesh.expert_shards, mp_policy=replace(precision, cast_forward_inputs=False))
             for layer in sharding_units(self.model):
                 shard(layer)
             shard(self.model)
@@ -105,6 +111,8 @@ class ShardedModel:
             }
             self.dequantised = folder.scales.keys()
         for module in self._sharded_modules():  # lazy initialization allocates the shards; see shards()
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
             module.unshard()
             module.reshard()
         self.is_sharded = True
@@ -112,8 +120,7 @@ class ShardedModel:
 
     def load_shards(self, folder: ModelFolder) -> None:
         """Fill this rank's rows of every parameter, and all persistent buffers."""
-        rank, ranks = self.sharding.get_local_rank(), self.sharding.size()
-        load_shards(self.model, folder, self.plan, rank=rank, world_size=ranks)
+        load_shards(self.model, folder, self.plan, rank=self.sharding.get_local_rank())
 
     def shards(self) -> dict[str, Tensor]:
         """Return this rank's rows of every parameter: plain tensors that share memory with the model."""
@@ -138,7 +145,7 @@ class Policy(ShardedModel):
     """The model that is trained."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of `shards`: averages over the ranks (FSDP divides by the world size)."""
+        """Return the gradients of `shards`: sums over all ranks."""
         return {name: p.grad.to_local() for name, p in self.model.named_parameters() if p.grad is not None}
 
     def clear_gradients(self) -> None:
@@ -162,7 +169,7 @@ class Policy(ShardedModel):
 
     def await_ranks(self) -> None:
         """Wait until all ranks are here; a collective."""
-        if self.mesh.size() > 1:
+        if self.mesh.weights.size() > 1:
             arrived = torch.zeros(1, device=self.device)
             dist.all_reduce(arrived)
             arrived.item()
@@ -180,17 +187,6 @@ def require_device(device: str, *, index: int = 0) -> None:
             f"trainer.device: torch can use {torch.cuda.device_count()} CUDA devices here, and rank {index} of this "
             "host needs its own; lower trainer.ranks, or use cpu"
         )
-
-
-def make_mesh(device: str, *, shard_ranks: int = 0) -> DeviceMesh:
-    """Return the mesh of all ranks. The weights are sharded over `shard_ranks` consecutive ranks (0: all), and others
-    have copies of them (HSDP)."""
-    size = dist.get_world_size()
-    if size % (shard_ranks := shard_ranks or size):
-        raise ConfigError(f"trainer.parallel.replicate: {size} ranks are no whole copies of {shard_ranks} ranks")
-    if size == shard_ranks:
-        return init_device_mesh(device, (size,), mesh_dim_names=(SHARD,))
-    return init_device_mesh(device, (size // shard_ranks, shard_ranks), mesh_dim_names=(REPLICATE, SHARD))
 
 
 # ---- building -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ are published as they were read, but for FP8, which gets the published type; ran
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -92,15 +92,14 @@ class Parts:
     def _rows(self, conversion: Conversion, owner: int) -> Iterator[Piece]:
         """Yield, on the owner, the rows of all ranks, some of each rank at a time."""
         [name], [target] = conversion.sources, conversion.targets
-        local, total = self._local(target), len(self._tensors[target])
-        chunk = -(-total // self._world_size)
+        local, most = self._local(target), max(map(len, self._rows_of(target)))
         step = rows_in(buckets.BUCKET_BYTES // self._world_size, local)
-        for start in range(0, chunk, step):
-            count = min(step, chunk - start)
-            for rank, rows in enumerate(self._gather_to(owner, self._cast(name, local[start : start + count]), count)):
-                first = rank * chunk + start
-                if first < total:
-                    yield Piece(name, first, rows[: total - first])
+        for start in range(0, most, step):
+            count = min(step, most - start)
+            found = self._gather_to(owner, self._cast(name, local[start : start + count]), count)
+            for rows, values in zip(self._rows_of(target), found, strict=False):
+                if own := rows[start : start + count]:
+                    yield Piece(name, own.start, values[: len(own)])
 
     def _whole(self, conversion: Conversion, owner: int) -> Iterator[Piece]:
         """Yield, on the owner, the tensors of a conversion."""
@@ -108,8 +107,10 @@ class Parts:
         for target in conversion.targets:
             tensor = self._tensors[target]
             if isinstance(tensor, DTensor):
-                parts = self._gather_to(owner, self._local(target), -(-len(tensor) // self._world_size))
-                tensor = torch.cat(parts)[: len(tensor)] if parts else tensor
+                everyones = self._rows_of(target)
+                found = self._gather_to(owner, self._local(target), max(map(len, everyones)))
+                parts = [values[: len(rows)] for rows, values in zip(everyones, found, strict=False)]
+                tensor = torch.cat([parts[rank] for rank in _in_order(everyones)]) if parts else tensor
             tensors[target] = tensor
         if self._rank == owner:
             for name, tensor in as_published(self._policy.model, conversion, tensors).items():
@@ -143,8 +144,11 @@ class Parts:
 
     def _shard(self, conversion: Conversion) -> _Shard:
         tensor = self._tensors[conversion.targets[0]]
-        rows = own_rows(tensor, rank=self._rank, world_size=self._world_size)
-        return _Shard(conversion, rows.start, self._local(conversion.targets[0]))
+        return _Shard(conversion, own_rows(tensor, self._rank).start, self._local(conversion.targets[0]))
+
+    def _rows_of(self, target: str) -> list[range]:
+        """Return the rows of a tensor that each rank has."""
+        return [own_rows(self._tensors[target], rank) for rank in range(self._world_size)]
 
     def _local(self, target: str) -> Tensor:
         tensor = self._tensors[target]
@@ -167,3 +171,8 @@ class Parts:
 def _is_local(conversion: Conversion) -> bool:
     """Return whether rows of the model can be published without the other rows."""
     return conversion.converter is None or stacks_rows(conversion.converter)
+
+
+def _in_order(everyones: Sequence[range]) -> list[int]:
+    """Return the ranks in the order of their rows."""
+    return sorted(range(len(everyones)), key=lambda rank: everyones[rank].start)

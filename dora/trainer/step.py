@@ -181,7 +181,7 @@ class Trainer:
             layout=self._layout,
             budget=self._settings.micro_batch_tokens,
         ) or [[]]
-        if not self._policy.gathered:
+        if self._policy.meets_in_passes:
             most = torch.tensor(len(passes), device=self._policy.device)
             with self._clock.during("slowest_rank"):
                 dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -300,9 +300,9 @@ class Trainer:
             self.save_checkpoint()
 
     def _normalize_gradients(self, denominator: float) -> float:
-        """Rescale gradients from rank averages of Σ l / s₀ to Σ l / D and clip; return the norm before clipping."""
+        """Rescale gradients from Σ l / s₀ to Σ l / D and clip; return the norm before clipping."""
         gradients = self._policy.gradients()
-        scale = self._settings.micro_batch_tokens * dist.get_world_size() / (denominator or 1.0)
+        scale = self._settings.micro_batch_tokens / (denominator or 1.0)
         squares = torch.zeros((), dtype=torch.float64, device=self._policy.device)
         for gradient in gradients.values():
             squares += gradient.mul_(scale).double().square().sum()

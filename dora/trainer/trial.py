@@ -18,7 +18,8 @@ from dora.trainer.forecast import trial_row
 from dora.trainer.forward_check import check_training
 from dora.trainer.live_bytes import LiveBytes
 from dora.trainer.logprobs import logprobs
-from dora.trainer.model import Policy, make_mesh, require_device
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy, require_device
 from dora.trainer.packing import Sharing
 from dora.trainer.score import score_with
 

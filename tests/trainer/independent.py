@@ -30,7 +30,8 @@ from transformers import StableLmConfig, StableLmForCausalLM
 from dora.objectives.rules import problems
 from dora.objectives.settings import ObjectiveConfig
 from dora.trainer import model as policy_module
-from dora.trainer.model import Policy, make_mesh
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy
 from dora.trainer.packing import Layout
 from dora.trainer.step import Trainer
 from dora.transport.messages import NO_TURNS, TRUNCATIONS, Configure, MicroBatch, StepDone, TrainerSettings

@@ -17,7 +17,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from dora.core.ids import VersionId
 from dora.trainer.checkpoint import Saver, Storage
 from dora.trainer.meeting import Meeting
-from dora.trainer.model import Policy, make_mesh
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy
 from dora.trainer.parts import Parts
 from dora.trainer.publish import Publisher, copy_model_files, make_files, write_piece
 from dora.transport.messages import CheckpointWritten, Configure, VersionWritten

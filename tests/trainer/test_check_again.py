@@ -18,7 +18,8 @@ from dora.trainer import attention
 from dora.trainer.forward_check import check_again, check_forward, check_training
 from dora.trainer.layouts import layout_of
 from dora.trainer.logprobs import logprobs
-from dora.trainer.model import Policy, make_mesh
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy
 from dora.trainer.packing import make_row
 from dora.transport.messages import CheckpointWritten, RankReady, TrainerFailed, VersionWritten
 from dora.weights.store import VersionStore

@@ -21,7 +21,8 @@ from dora.seed.policy import path as seed_path
 from dora.trainer import checkpoint
 from dora.trainer.main import main as rank_main
 from dora.trainer.meeting import Meeting
-from dora.trainer.model import Policy, make_mesh
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy
 from dora.trainer.packing import Layout
 from dora.trainer.step import Trainer
 from dora.weights.checkpoints import checkpoints_in

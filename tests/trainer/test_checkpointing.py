@@ -17,7 +17,8 @@ from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
 from dora.trainer.forward_check import check_training
 from dora.trainer.live_bytes import LiveBytes, activation_bytes
 from dora.trainer.logprobs import logprobs
-from dora.trainer.model import Policy, decoder_layers, make_mesh
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy, decoder_layers
 from dora.trainer.packing import Row, make_row
 
 CPU = torch.device("cpu")

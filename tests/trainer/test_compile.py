@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from dora.trainer.logprobs import logprobs
-from dora.trainer.model import Policy, make_mesh
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy
 from dora.trainer.packing import Row, make_row
 
 

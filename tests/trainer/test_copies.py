@@ -19,7 +19,8 @@ from dora.trainer import model as policy_module
 from dora.trainer.copies import FrozenPolicy, load_reference
 from dora.trainer.forecast import Outline, trial_row
 from dora.trainer.logprobs import logprobs
-from dora.trainer.model import Policy, make_mesh
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy
 from tests.families import make_model
 
 RANKS = 2

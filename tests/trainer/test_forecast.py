@@ -19,7 +19,8 @@ from dora.trainer.forecast import LOOP_ROWS, Outline, choose_mode, trial_row
 from dora.trainer.layouts import layout_of
 from dora.trainer.live_bytes import activation_bytes
 from dora.trainer.logprobs import logprobs
-from dora.trainer.model import Policy, decoder_layers, make_mesh
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy, decoder_layers
 from tests.families import make_config, make_model
 
 TOLERANCE = 0.15

@@ -18,7 +18,8 @@ from dora.trainer import attention, forward_check, layouts
 from dora.trainer.check_rows import LENGTHS, sequences_for
 from dora.trainer.forward_check import CheckedLayout, check_forward, check_training
 from dora.trainer.logprobs import logprobs
-from dora.trainer.model import Policy, make_mesh
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy
 from dora.trainer.packing import Layout, Row
 from dora.trainer.score import score
 from tests.families import LATENT, make_config, make_model

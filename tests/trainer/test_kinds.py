@@ -18,7 +18,8 @@ from transformers.models.auto import modeling_auto
 from dora.errors import ConfigError
 from dora.trainer.forecast import Outline
 from dora.trainer.forward_check import check_training
-from dora.trainer.model import Policy, build_on_meta, make_mesh, require_text_decoder
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy, build_on_meta, require_text_decoder
 from dora.trainer.score import score
 from tests.families import FAMILIES, SHAPE, make_config, make_model
 from tests.trainer.publishing import gather, tensors_in, write_version

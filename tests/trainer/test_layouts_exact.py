@@ -22,7 +22,8 @@ from torch import Tensor
 
 from dora.model_config import load_config
 from dora.trainer import model as policy_module
-from dora.trainer.model import Policy, make_mesh
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy
 from dora.trainer.packing import Layout
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure

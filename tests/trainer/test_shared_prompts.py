@@ -19,7 +19,8 @@ from torch import Tensor
 
 from dora.trainer import attention
 from dora.trainer.logprobs import logprobs
-from dora.trainer.model import Policy, make_mesh
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy
 from dora.trainer.packing import SHARE_ABOVE, Layout, PromptTokens, make_row, prompts_of, split_passes
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from dora.core.ids import StepId
 from dora.trainer import model
-from dora.trainer.model import Policy, make_mesh
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy
 from dora.trainer.packing import Layout
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, StepDone
