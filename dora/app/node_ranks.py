@@ -49,9 +49,11 @@ class NodeRanks:
         self._places = [place for place in cluster.places if place.has_ranks]
         self._active = self._places  # those whose ranks take part
         self._each = config.ranks_of_node
-        #: Number of ranks that share one copy of the weights, of which only whole ones take part; 0: all ranks.
+        #: Number of ranks that share one copy of the weights; 0: all ranks.
         self._shard_ranks = config.shard_ranks if config.trainer.parallel.replicate > 1 else 0
-        self._nodes_at_once = self._shard_ranks // math.gcd(self._shard_ranks, self._each) or 1
+        self._groups = config.trainer.parallel.expert
+        together = self._shard_ranks or self._groups  # only a multiple of this many ranks can train
+        self._nodes_at_once = together // math.gcd(together, self._each)
         at_least = -(-(config.trainer.min_ranks or config.trainer.ranks) // self._each)
         self._fewest = -(-at_least // self._nodes_at_once) * self._nodes_at_once
         self._has_own_store = config.nodes.store == "relay"
@@ -144,7 +146,8 @@ class NodeRanks:
             if manifest is not None:
                 num_files = self._shard_ranks or self._each * len(self._active)
                 needed = sorted({rank % num_files for rank in self._ranks_of(number)})
-                ranks = needed if manifest.world_size == num_files else range(manifest.world_size)
+                is_own = (manifest.world_size, manifest.groups) == (num_files, self._groups)
+                ranks = needed if is_own else range(manifest.world_size)
                 found[folder.name] = FolderOrder(
                     files=manifest.files(ranks),
                     num_bytes=len(manifest.encode()) + sum(manifest.num_bytes[rank] for rank in ranks),

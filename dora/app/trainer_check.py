@@ -34,9 +34,10 @@ MIN_TOKENS: Final = 64
 MAX_RANKS: Final = 1024
 
 
-class _Copies(TypedDict):
+class _Forecast(TypedDict):
     copies: int
     copies_on_host: bool
+    expert_ranks: int
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def outline_of(config: Config, model: Path, memory: int | None) -> tuple[Mode, O
 
     mode = _mode(config, model, memory)
     dtype = getattr(torch, config.trainer.dtype)
-    return mode, Outline(model, dtype=dtype, checkpointing=mode, moments=_moments(config), **_copies(config))
+    return mode, Outline(model, dtype=dtype, checkpointing=mode, moments=_moments(config), **_forecast(config))
 
 
 def _memory(config: Config) -> int:
@@ -142,16 +143,17 @@ def _mode(config: Config, model: Path, memory: int | None) -> Mode:
         ranks=config.shard_ranks,
         memory=memory,
         moments=_moments(config),
-        **_copies(config),
+        **_forecast(config),
     )[0]
 
 
-def _copies(config: Config) -> _Copies:
-    """Return the forecast's arguments about the policies that a rank holds in addition to the trained one."""
+def _forecast(config: Config) -> _Forecast:
+    """Return the forecast's arguments about what a rank holds: policies in addition to the trained one, and experts."""
     from dora.trainer.copies import count_copies
 
     count = count_copies(trainer_settings(config, max_staleness=config.max_staleness))
-    return {"copies": count, "copies_on_host": config.trainer.copies == "host"}
+    trainer = config.trainer
+    return {"copies": count, "copies_on_host": trainer.copies == "host", "expert_ranks": trainer.parallel.expert}
 
 
 def _try(config: Config, model: Path, mode: Mode, stack: ExitStack) -> Trial:
@@ -231,7 +233,8 @@ def memory_lines(
     if trainer.min_ranks is not None and trainer.parallel.replicate == 1:  # otherwise a rank's share stays the same
         need = outline.forecast(tokens=tokens, longest=longest, ranks=trainer.min_ranks, layout=layout)
         fits = memory is None or need.total <= memory
-        text = "" if fits else "; DOES NOT FIT: raise trainer.min_ranks, or replicate the weights (trainer.parallel.replicate)"
+        change = "raise trainer.min_ranks, or replicate the weights (trainer.parallel.replicate)"
+        text = "" if fits else f"; DOES NOT FIT: {change}"
         lines.append(("", f"one of {trainer.min_ranks} ranks (trainer.min_ranks): {size_text(need.total)}{text}"))
     return lines
 
@@ -255,11 +258,11 @@ def _change(config: Config, model: Path, *, mode: Mode, most: int, memory: int) 
             ranks=ranks,
             memory=memory,
             moments=moments,
-            **_copies(config),
+            **_forecast(config),
         )
         if need.total <= FITS * memory:
             return f"set trainer.activation_checkpointing to {other} and trainer.micro_batch_tokens to {longest}"
-    outline = Outline(model, dtype=dtype, checkpointing="full", moments=moments, **_copies(config))
+    outline = Outline(model, dtype=dtype, checkpointing="full", moments=moments, **_forecast(config))
     while ranks < MAX_RANKS:
         ranks *= 2
         if outline.forecast(tokens=longest, longest=longest, ranks=ranks).total <= FITS * memory:

@@ -117,9 +117,14 @@ def _address_problems(config: Config) -> Iterator[str]:
 
 
 def _rank_problems(config: Config) -> Iterator[str]:
-    ranks, groups = config.trainer.ranks, config.trainer.parallel.replicate
-    if ranks % groups:
-        yield f"trainer.parallel.replicate: {ranks} trainer.ranks cannot be divided into {groups} equal groups"
+    ranks, copies, of_experts = config.trainer.ranks, config.trainer.parallel.replicate, config.trainer.parallel.expert
+    if ranks % copies:
+        yield f"trainer.parallel.replicate: {ranks} trainer.ranks cannot be divided into {copies} equal groups"
+    elif config.shard_ranks % of_experts:
+        yield (
+            f"trainer.parallel.expert: the {config.shard_ranks} ranks of a copy of the weights cannot be divided into "
+            f"groups of {of_experts}"
+        )
     if (fewest := config.trainer.min_ranks) is not None:
         if config.num_training_nodes < 2:
             yield "trainer.min_ranks: no rank is left if the only host with ranks is lost; remove it"

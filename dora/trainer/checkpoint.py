@@ -71,6 +71,8 @@ class Storage:
     device: torch.device  # of collectives
     meeting: Meeting  # of all ranks, for their threads that save
     fence: Callable[[], None]
+    groups: int = 1  # of experts: number of consecutive ranks that divide the parameters `experts`
+    experts: frozenset[str] = frozenset()
 
     @property
     def is_first(self) -> bool:
@@ -84,6 +86,10 @@ class Storage:
     @property
     def writes(self) -> bool:
         return dist.get_rank() < self.num_files
+
+    def wrote(self, manifest: CheckpointManifest) -> bool:
+        """Return whether ranks in this arrangement wrote a checkpoint, so that each loads its own file."""
+        return (manifest.world_size, manifest.groups) == (self.num_files, self.groups)
 
     @property
     def files(self) -> tuple[int, ...]:
@@ -139,7 +145,7 @@ def save(storage: Storage, *, step: StepId, chain: str, tensors: Mapping[str, Te
     about = wait_for_space(partial(_write_own, written, storage, tensors, what)) if storage.writes else ""
     abouts = [one.split() for one in meeting.gather(about, what="the files of a checkpoint")]
     states, sizes, of_files = ([*column] for column in zip(*abouts[: storage.num_files], strict=True))
-    manifest = CheckpointManifest(step, storage.num_files, chain, states, [*map(int, sizes)], of_files)
+    manifest = CheckpointManifest(step, storage.num_files, chain, states, [*map(int, sizes)], of_files, storage.groups)
     if begins:
         wait_for_space(partial(_complete, written, manifest, what))
         with clear_errors(what):
@@ -152,7 +158,7 @@ def save(storage: Storage, *, step: StepId, chain: str, tensors: Mapping[str, Te
 
 
 def _is_of(manifest: CheckpointManifest, tensors: Mapping[str, Tensor], storage: Storage) -> bool:
-    is_own = manifest.world_size == storage.num_files
+    is_own = storage.wrote(manifest)
     return is_own and manifest.state_checksums[storage.own_file] == state_hash(tensors)
 
 
@@ -210,7 +216,9 @@ def load(storage: Storage, paths: Sequence[Path], *, tensors: Mapping[str, Tenso
     checkpoint is left and `may_start_over`, `tensors` stay as they are, for step 0.
     """
     skipped: list[str] = []
-    rows = own_rows_of(tensors, num_files=storage.num_files, device=storage.device)
+    rows = own_rows_of(
+        tensors, num_files=storage.num_files, device=storage.device, groups=storage.groups, experts=storage.experts
+    )
     for path in paths:
         reason = ""
         manifest = together(partial(_read_manifest, path, storage), device=storage.device)
@@ -224,8 +232,7 @@ def load(storage: Storage, paths: Sequence[Path], *, tensors: Mapping[str, Tenso
             assert manifest is not None
             for name, tensor in tensors.items():
                 tensor.copy_(stored[name])
-            is_own = manifest.world_size == storage.num_files
-            if is_own and state_hash(tensors) != manifest.state_checksums[storage.own_file]:
+            if storage.wrote(manifest) and state_hash(tensors) != manifest.state_checksums[storage.own_file]:
                 raise ConfigError(f"{path}: the loaded state differs from the saved one, but the file is undamaged")
             return Loaded(StepId(manifest.step), manifest.chain, tuple(skipped))
         if reason:
@@ -247,10 +254,12 @@ def _read_manifest(path: Path, storage: Storage) -> CheckpointManifest | None:
     found = read_manifest(path, ranks=())
     if found is None:
         return None
-    is_own = found.world_size == storage.num_files
+    is_own = storage.wrote(found)
     manifest = read_manifest(path, ranks=storage.files if is_own else None)
     if manifest is None and not is_own and len(storage.here) < dist.get_world_size():
         files_of = f"{path} was written by {found.world_size} ranks, whose files are not all on this host"
+        if found.groups != storage.groups:
+            raise ConfigError(f"{files_of}; set trainer.parallel.expert to {found.groups}")
         raise ConfigError(f"{files_of}; set trainer.ranks to that number")
     if manifest is None or path != folder_of(path.parent, step=manifest.step, chain=manifest.chain):
         return None
@@ -277,8 +286,8 @@ def _read(
     rank = storage.own_file
     if manifest is None:
         raise Damaged(f"{path} is incomplete")
-    if manifest.world_size != storage.num_files:
-        return _read_others(path, manifest, tensors=tensors, rows=rows)
+    if not storage.wrote(manifest):
+        return _read_others(path, manifest, tensors=tensors, rows=rows, experts=storage.experts)
     try:
         stored = load_file(rank_file(path, rank))
     except (OSError, SafetensorError) as err:
@@ -296,15 +305,20 @@ def _read(
 
 
 def _read_others(
-    path: Path, manifest: CheckpointManifest, *, tensors: Mapping[str, Tensor], rows: Mapping[str, OwnRows]
+    path: Path,
+    manifest: CheckpointManifest,
+    *,
+    tensors: Mapping[str, Tensor],
+    rows: Mapping[str, OwnRows],
+    experts: frozenset[str],
 ) -> dict[str, Tensor]:
-    """Return this rank's part of a checkpoint of another number of ranks; it verifies its share of the files."""
+    """Return this rank's part of a checkpoint of ranks in another arrangement; it verifies its share of the files."""
     paths = [rank_file(path, rank) for rank in range(manifest.world_size)]
     try:
         for written_by in range(dist.get_rank(), manifest.world_size, dist.get_world_size()):
             if checksum_of(paths[written_by]) != manifest.file_checksums[written_by]:
                 raise Damaged(f"{paths[written_by]} does not match its checksum")
-        return read_rows(paths, tensors=tensors, rows=rows)
+        return read_rows(paths, tensors=tensors, rows=rows, groups=manifest.groups, experts=experts)
     except (OSError, SafetensorError, ForeignFileError) as err:
         raise Damaged(f"{path} is damaged ({err})") from err
 

@@ -10,6 +10,7 @@ memory of kernels, and the unused parts of the allocator's blocks.
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_iter
 from dora.model_config import load_config
 from dora.trainer import model as policy
 from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
+from dora.trainer.experts import expert_parameters, require_experts
 from dora.trainer.layouts import layout_of
 from dora.trainer.live_bytes import LiveBytes
 from dora.trainer.logprobs import few_tiles, logprobs
@@ -81,21 +83,28 @@ class Outline:
         moments: MomentBytes = MOMENTS,
         copies: int = 0,
         copies_on_host: bool = False,
+        expert_ranks: int = 1,
     ) -> None:
         """`dtype`: of the computation. `moments`: of the optimizer on the device. `copies`: number of policies in
-        addition to the trained one (dora/trainer/copies.py).
+        addition to the trained one (dora/trainer/copies.py). `expert_ranks`: that divide the experts, of whose tokens
+        each is assumed to get as many.
 
-        ConfigError if the folder has no model that can be trained.
+        ConfigError if the folder has no model that can be trained in this way.
         """
         self._copies = copies
         self._copies_on_host = copies_on_host
         self._model = policy.build_on_meta(load_config(model_path), dtype)
         layers = list(policy.decoder_layers(self._model))
-        units = [_size(unit) for unit in policy.sharding_units(self._model)]
+        if expert_ranks > 1:
+            require_experts(self._model, ranks=expert_ranks)
+        divided = set(expert_parameters(self._model).values())
+        absent = {unit: _size(unit, divided) * (expert_ranks - 1) // expert_ranks for unit in (self._model, *layers)}
+        units = [_size(unit) - absent[unit] for unit in policy.sharding_units(self._model)]
         self.parameters = _size(self._model)  #: number
+        self._gatherable = self.parameters - absent[self._model]  # number on one rank
         self._moments = _moments(self._model, moments)
         self._largest_unit = max(units, default=0)
-        self._rest = self.parameters - sum(units)  # embeddings, head
+        self._rest = self._gatherable - sum(units)  # embeddings, head
         self._width = dtype.itemsize
         self._live = _LiveShapes()
         self._repeated: list[int] = []  # bytes kept by the layers that do not run
@@ -117,7 +126,7 @@ class Outline:
         """
         copies, moments = (0, 0.0) if is_trial else (self._copies, self._moments)
         if is_gathered := 8 * self.parameters <= policy.GATHERED_BYTES:  # all, and gradients until the step closes
-            gathered = self.parameters * (self._width * (1 + copies) + 4) + self._rest * self._width
+            gathered = self._gatherable * (self._width * (1 + copies) + 4) + self._rest * self._width
         else:  # embeddings and head, and two layers: one computes while the next is gathered
             gathered = (self._rest + 2 * self._largest_unit) * self._width
         copy_bytes = 0 if self._copies_on_host else copies * self._width
@@ -192,6 +201,7 @@ def choose_mode(
     moments: MomentBytes = MOMENTS,
     copies: int = 0,
     copies_on_host: bool = False,
+    expert_ranks: int = 1,
 ) -> tuple[Mode, Forecast]:
     """Return the first mode of checkpointing whose forecast fits in `memory` bytes, or else the last one."""
     for mode in MODES:
@@ -202,6 +212,7 @@ def choose_mode(
             moments=moments,
             copies=copies,
             copies_on_host=copies_on_host,
+            expert_ranks=expert_ranks,
         )
         found = outline.forecast(tokens=tokens, longest=longest, ranks=ranks)
         if found.total <= FITS * memory:
@@ -222,8 +233,9 @@ def trial_row(tokens: int, *, longest: int, layout: Layout = PACKED, device: tor
 # ---- a model without data -------------------------------------------------------------------------------------------
 
 
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _size(module: nn.Module, only: Container[nn.Parameter] | None = None) -> int:
+    """Return the number of parameters, or of those that are in `only`."""
+    return sum(parameter.numel() for parameter in module.parameters() if only is None or parameter in only)
 
 
 def _moments(model: Any, moments: MomentBytes) -> int:

@@ -28,6 +28,7 @@ from dora.trainer.attention_gpu import describe
 from dora.trainer.checkpoint import Saver, Storage
 from dora.trainer.checkpointing import MODES, Mode
 from dora.trainer.copies import count_copies
+from dora.trainer.experts import expert_parameters
 from dora.trainer.forecast import choose_mode
 from dora.trainer.forward_check import check_training
 from dora.trainer.full_disk import print_error
@@ -160,6 +161,7 @@ def _checkpointing(order: Configure, device: torch.device) -> tuple[Mode, str]:
             moments=moment_bytes(optimizer=settings.optimizer, optimizer_state=settings.optimizer_state),
             copies=count_copies(settings),
             copies_on_host=settings.copies == "host",
+            expert_ranks=settings.expert_ranks,
         )
         chosen.fill_(MODES.index(mode))
         figures = f"a rank is forecast to take {found.total / 2**30:.1f} of {int(memory) / 2**30:.1f} GB"
@@ -222,6 +224,8 @@ def _saver(
         parent=Path(order.checkpoints),
         here=order.ranks_here or tuple(range(size)),
         num_files=policy.sharding.size(),
+        groups=order.settings.expert_ranks,
+        experts=frozenset(expert_parameters(policy.model)),
         device=policy.device,
         meeting=Meeting(words, rank=rank, size=size, fence=fence),
         fence=fence,

@@ -1,11 +1,11 @@
 """Which ranks share which weights, and which rows of a parameter a rank has.
 
-Ranks are numbered copy by copy. Within a copy, consecutive ranks divide the experts, and ranks at the same place of such
-groups have rows of the same experts:
+Ranks are numbered copy by copy. Within a copy, consecutive ranks divide the experts, and ranks at the same place of
+such groups share those that they have. With two copies of four ranks each, and experts in two groups:
 
-    copies of the weights    0 0 0 0 0 0 0 0 1 1 1 1 1 1 1 1
-    rank                     0 1 2 3 4 5 6 7 8 9 ...
-    experts (expert = 2)     0 1 0 1 0 1 0 1 0 1 ...
+    rank                0 1 2 3 4 5 6 7
+    copy                0 0 0 0 1 1 1 1
+    group of experts    0 1 0 1 0 1 0 1
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def make_mesh(device: str, *, shard_ranks: int = 0, expert_ranks: int = 1) -> Me
         raise ConfigError(f"trainer.parallel.replicate: {size} ranks are no whole copies of {shard_ranks} ranks")
     if shard_ranks % expert_ranks:
         raise ConfigError(
-            f"trainer.parallel.expert: {shard_ranks} ranks of a copy of the weights cannot be divided into groups of "
-            f"{expert_ranks}"
+            f"trainer.parallel.expert: the {shard_ranks} ranks of a copy of the weights cannot be divided into groups "
+            f"of {expert_ranks}"
         )
     copies = {REPLICATE: size // shard_ranks} if size > shard_ranks else {}
     weights = _arranged(device, {**copies, SHARD: shard_ranks})

@@ -95,8 +95,8 @@ class ShardedModel:
                 offload_policy=CPUOffloadPolicy(pin_memory=is_cuda) if on_host else OffloadPolicy(),
                 reshard_after_forward=not self.gathered,
             )
-            for module in dispatching:  # routing weights keep their type
-                shard(module, mesh=mesh.expert_shards, mp_policy=replace(precision, cast_forward_inputs=False))
+            for stack in dispatching:  # routing weights keep their type
+                shard(stack, mesh=mesh.expert_shards, mp_policy=replace(precision, cast_forward_inputs=False))
             for layer in sharding_units(self.model):
                 shard(layer)
             shard(self.model)

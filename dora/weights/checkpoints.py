@@ -43,10 +43,14 @@ class CheckpointManifest:
     state_checksums: list[str]  # of each rank's tensors
     num_bytes: list[int]  # of each rank's file
     file_checksums: list[str]  # of each rank's file, as in the manifest of a version (dora/weights/store.py)
+    groups: int = 1  # number of consecutive ranks that divided the experts
 
     def encode(self) -> bytes:
-        """Return the contents of its file."""
-        return json.dumps(asdict(self), indent=1).encode()
+        """Return the contents of its file, which names `groups` only if there are some."""
+        contents = asdict(self)
+        if self.groups == 1:
+            del contents["groups"]
+        return json.dumps(contents, indent=1).encode()
 
     def files(self, ranks: Iterable[int]) -> dict[str, str]:
         """Return the name and the checksum of the manifest and of the files of `ranks`: what a copy consists of."""
@@ -83,6 +87,8 @@ def read_manifest(folder: Path, *, ranks: Collection[int] | None = None) -> Chec
         manifest = msgspec.json.decode(data, type=CheckpointManifest)
         rows = (manifest.num_bytes, manifest.state_checksums, manifest.file_checksums)
         if any(len(row) != manifest.world_size for row in rows):
+            return None
+        if manifest.groups < 1 or manifest.world_size % manifest.groups:
             return None
         is_complete = all(
             foreign.size_of(rank_file(folder, rank)) == manifest.num_bytes[rank]

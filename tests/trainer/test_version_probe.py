@@ -19,8 +19,8 @@ from dora.config.schema import Config
 from dora.trainer import model as policy_module
 from dora.trainer.batch import pack
 from dora.trainer.logprobs import logprobs
-from dora.trainer.metrics import PROBED
 from dora.trainer.meshes import make_mesh
+from dora.trainer.metrics import PROBED
 from dora.trainer.model import Policy
 from dora.trainer.packing import Layout
 from dora.trainer.probe import Probe
