@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -173,11 +172,6 @@ class Policy(ShardedModel):
             arrived = torch.zeros(1, device=self.device)
             dist.all_reduce(arrived)
             arrived.item()
-
-    def full_tensor(self, name: str) -> Tensor:
-        """Return a parameter or persistent buffer, whole; a collective."""
-        tensor = self.model.get_parameter_or_buffer(name).detach()
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def require_device(device: str, *, index: int = 0) -> None:

@@ -15,8 +15,10 @@ pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
 POLICIES = Path(__file__).parent / "policies"
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "lfm2"])
-def test_a_policy_of_another_kind_learns_and_its_engine_and_trainer_agree(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "expert_ranks"), [("qwen3_moe", 2), ("lfm2", 1)])
+def test_a_policy_of_another_kind_learns_and_its_engine_and_trainer_agree(
+    family: str, expert_ranks: int, tmp_path: Path
+) -> None:
     result = run_to_end(
         "run",
         *settings(
@@ -27,6 +29,7 @@ def test_a_policy_of_another_kind_learns_and_its_engine_and_trainer_agree(family
             rollout__groups_per_step=16,
             rollout__max_new_tokens=128,
             trainer__learning_rate=5e-4,
+            trainer__parallel__expert=expert_ranks,
             task__sources='[{kind="arithmetic"}]',
             eval__every=0,
             eval__sets='[{name="heldout", prompts=128}]',

@@ -1,4 +1,4 @@
-"""A resume with another number of ranks: they load what others have saved, and train the same waves."""
+"""A resume with another number and layout of ranks: they load what others have saved, and train the same waves."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.e2e.runs import Run, assert_audit_clean, events_of, orders_of, settin
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
 
 STEPS = 9
+POLICIES = Path(__file__).parent / "policies"
 
 
 def trained_after(folder: RunFolder) -> list[int]:
@@ -21,14 +22,18 @@ def trained_after(folder: RunFolder) -> list[int]:
 
 
 def test_a_run_goes_on_with_fewer_ranks_and_then_with_copies_of_the_weights(tmp_path: Path) -> None:
-    with Run(*small(tmp_path, trainer__ranks=2, run__steps=STEPS, trainer__checkpoint_every=2)) as run:
+    """Experts are divided among the first ranks, whole on the second one, and divided again."""
+    model = POLICIES / "qwen3_moe"
+    changes = {"trainer__ranks": 2, "trainer__parallel__expert": 2, "trainer__checkpoint_every": 2}
+    with Run(*small(tmp_path, model__path=model, run__steps=STEPS, **changes)) as run:
         folder = run.folder
         run.until_trained(3)
         run.process.kill()  # the next ranks train a step again, from a checkpoint
         run.end()
     for ranks, shard_ranks, until in ((1, 1, 6), (4, 2, STEPS)):
-        changes = settings(status__port=0, trainer__ranks=ranks, trainer__parallel__replicate=ranks // shard_ranks)
-        with Run("--resume", str(folder.root), *changes) as run:
+        parallel = {"trainer__parallel__replicate": ranks // shard_ranks, "trainer__parallel__expert": shard_ranks}
+        again = settings(status__port=0, trainer__ranks=ranks, **parallel)
+        with Run("--resume", str(folder.root), *again) as run:
             if until < STEPS:
                 run.until_trained(until)
                 run.interrupt()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor import DTensor
 
 from dora.core.ids import VersionId
 from dora.trainer.checkpoint import Saver, Storage
 from dora.trainer.meeting import Meeting
-from dora.trainer.meshes import make_mesh
+from dora.trainer.meshes import make_mesh, rows_of
 from dora.trainer.model import Policy
 from dora.trainer.parts import Parts
 from dora.trainer.publish import Publisher, copy_model_files, make_files, write_piece
@@ -33,8 +35,9 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def load_policy(folder: Path, *, shard_ranks: int = 0) -> Policy:
-    return Policy(folder, mesh=make_mesh("cpu", shard_ranks=shard_ranks), dtype=torch.float32)
+def load_policy(folder: Path, *, shard_ranks: int = 0, expert_ranks: int = 1) -> Policy:
+    mesh = make_mesh("cpu", shard_ranks=shard_ranks, expert_ranks=expert_ranks)
+    return Policy(folder, mesh=mesh, dtype=torch.float32)
 
 
 def write_version(
@@ -58,6 +61,25 @@ def write_version(
     for piece in (*parts.gather(), *parts.pieces()) if not policy.copy_number else ():
         write_piece(target, plan, piece)
     dist.barrier()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a parameter or its gradient, whole; a collective. `full_tensor` remembers process groups that have ended,
+    and says that it is slow."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    ranks = tensor.device_mesh.size()
+    copies = math.prod(n for n, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if p.is_replicate())
+    everyones = [rows_of(tensor, rank) for rank in range(ranks // copies)]
+    mine = tensor.to_local().new_zeros(max(map(len, everyones)), *tensor.shape[1:])
+    local = tensor.detach().to_local()
+    mine[: len(local)] = local
+    found = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(found, mine)
+    joined = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for rows, values in zip(everyones, found, strict=False):
+        joined[rows.start : rows.stop] = values[: len(rows)]
+    return joined
 
 
 def gather(policy: Policy, *, dtype: str = "float32") -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from dora.trainer.packing import Layout
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure
 from tests.families import make_model
-from tests.trainer.publishing import Unpublished, make_saver
+from tests.trainer.publishing import Unpublished, make_saver, whole
 
 STEPS: Final = 3
 PASSES: Final = 3
@@ -42,22 +42,35 @@ class Sharing(NamedTuple):
     ranks: int
     shard_ranks: int
     gathered: bool = True
+    expert_ranks: int = 1
 
 
 ALONE, SHARDED_2, SHARDED_4 = Sharing(1, 1), Sharing(2, 2), Sharing(4, 4)
-SHARINGS: Final = (SHARDED_2, Sharing(2, 1), SHARDED_4, Sharing(4, 2), Sharing(4, 2, gathered=False))
+ALL_WEIGHTS: Final = (SHARDED_2, Sharing(2, 1), SHARDED_4, Sharing(4, 2), Sharing(4, 2, gathered=False))
+EXPERTS: Final = (
+    Sharing(2, 2, expert_ranks=2), Sharing(4, 4, expert_ranks=2), Sharing(4, 2, expert_ranks=2),
+    Sharing(4, 4, expert_ranks=4, gathered=False), Sharing(4, 4, expert_ranks=2, gathered=False),
+)  # fmt: skip
 #: Norms of queries and keys; windows, with a tied head; experts with a shared one.
 FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "qwen3": {},
     "gemma3_text": {"tie_word_embeddings": True},
     "qwen2_moe": {},
+    "gpt_oss": {"sliding_window": 128},
 }
 PLAIN: Final = {"max_grad_norm": 1e9, "micro_batch_tokens": 100_000, "warmup_steps": 0}
 THREE: Final = {**PLAIN, "updates": 2, "objective": '{"kl_coefficient": 0.1}'}
-CASES: Final = (("qwen3", "plain"), ("qwen3", "shared"), ("gemma3_text", "plain"), ("qwen2_moe", "three"))
+CASES: Final = (
+    ("qwen3", "plain"),
+    ("qwen3", "shared"),
+    ("gemma3_text", "plain"),
+    ("qwen2_moe", "three"),
+    ("gpt_oss", "plain"),
+)
 #: Those in which a sequence does not depend on the others of its row. Over windows and shared prompts it does, at 1e-7;
 #: so these are compared only between layouts of as many ranks, which have the same rows.
 INDEPENDENT: Final = (("qwen3", "plain"), ("qwen2_moe", "three"))
+OF_EXPERTS: Final = (("qwen2_moe", "three"), ("gpt_oss", "plain"))
 
 
 @dataclass
@@ -76,7 +89,7 @@ class Observed(Trainer):
     def _normalize_gradients(self, denominator: float) -> float:
         norm = super()._normalize_gradients(denominator)
         parameters = self._policy.model.named_parameters()
-        self.found.gradients.append({name: p.grad.full_tensor().clone() for name, p in parameters})
+        self.found.gradients.append({name: whole(p.grad) for name, p in parameters})
         return norm
 
     def save_checkpoint(self) -> None:
@@ -92,7 +105,8 @@ def train(folder: Path, kind: str, sharing: Sharing) -> Found:
         run_id="exact", model_path=str(folder), settings=settings, memory_root="", durable_root="", checkpoints="",
         resume_from=(), may_start_over=False, chain=chain_of(0), epoch=0, fence="",
     )  # fmt: skip
-    policy = Policy(folder, mesh=make_mesh("cpu", shard_ranks=sharing.shard_ranks), dtype=torch.float64)
+    mesh = make_mesh("cpu", shard_ranks=sharing.shard_ranks, expert_ranks=sharing.expert_ranks)
+    policy = Policy(folder, mesh=mesh, dtype=torch.float64)
     trainer = Observed(
         order, end=Silent(), policy=policy, layout=Layout(share_above=0.0 if kind == "shared" else 1e9),  # type: ignore[arg-type]
         publisher=Unpublished(), saver=make_saver(order),  # type: ignore[arg-type]
@@ -105,8 +119,7 @@ def train(folder: Path, kind: str, sharing: Sharing) -> Found:
         for index, (update, answers, closes) in enumerate(waves):
             batch = make_batch(answers[rank::ranks], step=step, index=index, last=index == len(waves) - 1)
             trainer.train(in_history(msgspec.structs.replace(batch, update=update, closes=closes)))
-    names = [name for name, _ in policy.model.named_parameters()]
-    trainer.found.weights = {name: policy.full_tensor(name).clone() for name in names}
+    trainer.found.weights = {name: whole(parameter) for name, parameter in policy.model.named_parameters()}
     return trainer.found
 
 
@@ -130,11 +143,11 @@ class Silent:
 
 def _rank(rank: int, root: Path) -> None:
     torch.set_num_threads(1)
-    for number, sharing in enumerate((ALONE, *SHARINGS)):
+    for number, sharing in enumerate((ALONE, *ALL_WEIGHTS, *EXPERTS)):
         if rank < sharing.ranks:
             store = dist.FileStore(str(root / f"store-{number}"), sharing.ranks)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=sharing.ranks)
-            for family, kind in CASES:
+            for family, kind in OF_EXPERTS if sharing.expert_ranks > 1 else CASES:
                 found = train(root / family, kind, sharing)
                 if rank == 0:
                     torch.save((found.gradients, found.weights), file_of(root, family, kind, sharing))
@@ -152,8 +165,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family, changes in FAMILIES.items():
         make_model(family, **changes).save_pretrained(root / family)
     multiprocessing.set_forkserver_preload([__name__])
-    ranks = max(sharing.ranks for sharing in SHARINGS)
-    mp.start_processes(_rank, (root,), nprocs=ranks, start_method="forkserver")
+    mp.start_processes(_rank, (root,), nprocs=4, start_method="forkserver")
     return root
 
 
@@ -167,6 +179,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (Sharing(2, 1), SHARDED_2, CASES),
         (Sharing(4, 2), SHARDED_4, CASES),
         (Sharing(4, 2, gathered=False), SHARDED_4, CASES),
+        *((sharing, ALONE, OF_EXPERTS) for sharing in EXPERTS),
     ],
     ids=str,
 )

@@ -25,7 +25,7 @@ from dora.errors import ConfigError
 from dora.trainer.loading import ModelFolder, open_folder
 from dora.trainer.model import Policy
 from tests.families import make_model
-from tests.trainer.publishing import load_policy, published, tensors_in, write, write_version
+from tests.trainer.publishing import load_policy, published, tensors_in, whole, write, write_version
 
 WORLD_SIZES = (1, 2, 3, 4)
 #: Loaded by all numbers of ranks. Tied heads, an odd vocabulary, as few experts as two, rows that are joined.
@@ -41,6 +41,7 @@ ONCE = (
     "qwen2_moe", "olmoe", "deepseek_v3", "glm4_moe", "minimax_m2", "gpt_neox", "gpt2", "llama4_text", "gemma3n_text",
     "falcon_h1", "mamba2", "granitemoehybrid", "nemotron_h", "lfm2", "qwen3_next", "jamba", "minimax", "zamba2",
 )  # fmt: skip
+EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")  # divided among ranks, too
 BLOCK = 16
 
 
@@ -60,7 +61,7 @@ def load(folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
 def whole_state(policy: Policy) -> dict[str, Tensor]:
     """Every parameter and buffer of the model, also those that no file contains."""
     names = [*policy.model.state_dict(), *dict(policy.model.named_buffers())]
-    return {name: policy.full_tensor(name) for name in dict.fromkeys(names)}
+    return {name: whole(policy.model.get_parameter_or_buffer(name)) for name in dict.fromkeys(names)}
 
 
 def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
@@ -109,12 +110,13 @@ def _rank(rank: int, root: Path) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         for family in (*EVERYWHERE, *(ONCE if world_size == 3 else ())):
             for shard_ranks in {world_size, world_size // 2 if world_size % 2 == 0 else world_size}:
-                _loads_and_publishes(root / family, shard_ranks=shard_ranks)
+                for expert_ranks in (1, 2) if family in EXPERTS and shard_ranks % 2 == 0 else (1,):
+                    _loads_and_publishes(root / family, shard_ranks=shard_ranks, expert_ranks=expert_ranks)
         _stops_with_the_others(root, rank=rank, world_size=world_size)
         dist.destroy_process_group()
 
 
-def _loads_and_publishes(folder: Path, *, shard_ranks: int) -> None:
+def _loads_and_publishes(folder: Path, *, shard_ranks: int, expert_ranks: int) -> None:
     read: list[int] = []
     plain = ModelFolder.read
 
@@ -125,7 +127,7 @@ def _loads_and_publishes(folder: Path, *, shard_ranks: int) -> None:
 
     ModelFolder.read = counted  # type: ignore[method-assign, assignment]
     try:
-        policy = load_policy(folder, shard_ranks=shard_ranks)
+        policy = load_policy(folder, shard_ranks=shard_ranks, expert_ranks=expert_ranks)
     finally:
         ModelFolder.read = plain  # type: ignore[method-assign]
     if folder.name in ("llama", "mixtral", "qwen3_moe"):  # elsewhere buffers, or rows that are joined, are read whole
@@ -133,7 +135,7 @@ def _loads_and_publishes(folder: Path, *, shard_ranks: int) -> None:
     state = whole_state(policy)
     world_size, before = dist.get_world_size(), tensors_of(folder)
     for writers in {1, shard_ranks}:  # some ranks, or none, are on other hosts
-        target = folder.with_name(f"{folder.name}-{world_size}-{shard_ranks}-{writers}")
+        target = folder.with_name(f"{folder.name}-{world_size}-{shard_ranks}-{expert_ranks}-{writers}")
         write_version(policy, folder, target, dtype="float32", writers=writers, max_bytes=20_000)
         if dist.get_rank() == 0:
             assert_same_bits(tensors_in(target), before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from dora.errors import ConfigError
 from dora.seed.policy import path as seed_path
 from dora.trainer import checkpoint
+from dora.trainer.experts import expert_parameters
 from dora.trainer.meeting import Meeting
 from dora.trainer.model import Policy
 from dora.trainer.optimizer import ShardOptimizer
@@ -30,9 +32,11 @@ from tests.families import make_model
 from tests.trainer.publishing import load_policy
 
 #: Each loads what the one before has written, and writes it for the next; so the last files are the first ones.
-WORLD_SIZES = (2, 4, 4, 1, 3, 2, 2)
+WORLD_SIZES = (2, 4, 4, 1, 3, 4, 4, 2, 2)
 #: Ranks over which each shards its weights; the others have copies.
-SHARD_RANKS = (2, 4, 2, 1, 3, 1, 2)
+SHARD_RANKS = (2, 4, 2, 1, 3, 4, 4, 1, 2)
+#: Ranks that divide the experts.
+EXPERT_RANKS = (1, 2, 2, 1, 1, 4, 1, 1, 1)
 OPTIMIZERS = {
     "adamw": {},
     "8bit": {"optimizer_state": "8bit"},
@@ -43,7 +47,9 @@ FAMILIES = ("seed", "qwen3_moe")
 CHAIN = "0a1b2c3d4e5f"
 
 
-def storage_in(parent: Path, *, num_files: int = 0) -> checkpoint.Storage:
+def storage_in(
+    parent: Path, *, num_files: int = 0, groups: int = 1, experts: Collection[str] = ()
+) -> checkpoint.Storage:
     ranks = tuple(range(dist.get_world_size()))
     words = PrefixStore(parent.name, _get_default_store().clone())
     meeting = Meeting(words, rank=dist.get_rank(), size=len(ranks), fence=lambda: None)
@@ -54,6 +60,8 @@ def storage_in(parent: Path, *, num_files: int = 0) -> checkpoint.Storage:
         device=torch.device("cpu"),
         meeting=meeting,
         fence=lambda: None,
+        groups=groups,
+        experts=frozenset(experts),
     )
 
 
@@ -82,7 +90,9 @@ def updated(policy: Policy, optimizer: ShardOptimizer, *, count: int) -> None:
 def load_and_save(root: Path, model: Path, kind: str, *, turn: int) -> None:
     """The first ranks make two updates; the others save what they have loaded."""
     settings = msgspec.structs.replace(SETTINGS, **OPTIMIZERS[kind])
-    policy = load_policy(model, shard_ranks=SHARD_RANKS[turn])
+    groups = EXPERT_RANKS[turn] if model.name == "qwen3_moe" else 1
+    policy = load_policy(model, shard_ranks=SHARD_RANKS[turn], expert_ranks=groups)
+    arrangement = {"num_files": SHARD_RANKS[turn], "groups": groups, "experts": expert_parameters(policy.model)}
     shards = policy.shards()
     optimizer = ShardOptimizer(shards, settings, model=policy.model, group=policy.sharding.get_group())
     state = dict(shards) | optimizer.state()
@@ -91,9 +101,7 @@ def load_and_save(root: Path, model: Path, kind: str, *, turn: int) -> None:
         for tensor in shards.values():
             tensor.zero_()
         before = folder_of(parent, step=turn, chain=CHAIN)
-        loaded = checkpoint.load(
-            storage_in(parent, num_files=SHARD_RANKS[turn]), [before], tensors=state, may_start_over=False
-        )
+        loaded = checkpoint.load(storage_in(parent, **arrangement), [before], tensors=state, may_start_over=False)
         assert (loaded.step, loaded.chain, loaded.skipped) == (turn, CHAIN, ())
     else:
         updated(policy, optimizer, count=2)
@@ -101,7 +109,7 @@ def load_and_save(root: Path, model: Path, kind: str, *, turn: int) -> None:
     if dist.get_rank() == 0:
         parent.mkdir(exist_ok=True)
     dist.barrier()
-    checkpoint.save(storage_in(parent, num_files=SHARD_RANKS[turn]), step=turn + 1, chain=CHAIN, tensors=state)  # type: ignore[arg-type]
+    checkpoint.save(storage_in(parent, **arrangement), step=turn + 1, chain=CHAIN, tensors=state)  # type: ignore[arg-type]
 
 
 def _rank(rank: int, root: Path) -> None:
