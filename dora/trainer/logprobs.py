@@ -62,9 +62,17 @@ def logprobs(
     found: list[tuple[Tensor, Tensor]] = []
 
     def select(head: nn.Linear, hidden: Tensor) -> Tensor:
-        hidden_PH = hidden.flatten(0, -2).index_select(0, row.predictors_P)
-        arguments = (hidden_PH, head.weight, head.bias, row.targets_P, finish, temperature, fp32_head, entropy_gradient)
-        found.append(TiledLogProbs.apply(*arguments))
+        predictors_P, targets_P, context = row.predictors_P, row.targets_P, row.context
+        if context is not None:  # those of this rank's slice
+            first = context.rank * hidden.shape[1]
+            predictors_P, targets_P = predictors_P[row.own_p] - first, targets_P[row.own_p]
+        hidden_PH = hidden.flatten(0, -2).index_select(0, predictors_P)
+        arguments = (hidden_PH, head.weight, head.bias, targets_P, finish, temperature, fp32_head, entropy_gradient)
+        values: tuple[Tensor, Tensor] = TiledLogProbs.apply(*arguments)
+        if context is not None:
+            current_P, entropy_P = (context.whole(v, own_p=row.own_p, size=len(row.targets_P)) for v in values)
+            values = current_P, entropy_P
+        found.append(values)
         return hidden.new_zeros(1, 1, 1)  # the model scales and caps this value, and the hook drops it
 
     hook = model.register_forward_hook(lambda *_: found[0], prepend=True)  # before FSDP2's hook
@@ -84,12 +92,23 @@ def _run(model: Any, row: Row, forward: Callable[[nn.Linear, Tensor], Tensor]) -
             f"model.path: the output head of {type(model).__name__} is {kind.__name__}, not Linear; not supported"
         )
     head.forward = lambda hidden: forward(head, hidden)
+    tokens_BT, positions_BT = row.tokens_BT, row.positions_BT
+    if row.context is not None:
+        tokens_BT, positions_BT = row.context.own(tokens_BT), row.context.own(positions_BT)
     try:
-        device = row.tokens_BT.device
-        with attention.within(None if row.padded else attention.Segments(row.lengths, device, row.prompts)):
-            return model(input_ids=row.tokens_BT, position_ids=row.positions_BT, use_cache=False)
+        with attention.within(_segments(row)):
+            return model(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False)
     finally:
         del head.forward
+
+
+def _segments(row: Row) -> attention.Segments | None:
+    """Return the segments of a packed row, of which the padding at its end is one."""
+    if row.padded:
+        return None
+    padding = (row.num_padding,) if row.num_padding else ()
+    lengths, prompts = (*row.lengths, *padding), (*row.prompts, *(-1 for _ in padding))
+    return attention.Segments(lengths, row.tokens_BT.device, prompts, context=row.context)
 
 
 # ---- what follows the head ------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from dora.errors import ConfigError, DoraError, ProtocolError, RemoteError
 from dora.trainer.attention_gpu import describe
 from dora.trainer.checkpoint import Saver, Storage
 from dora.trainer.checkpointing import MODES, Mode
+from dora.trainer.context import make_context
 from dora.trainer.copies import count_copies
 from dora.trainer.forecast import choose_mode
 from dora.trainer.forward_check import check_training
@@ -88,6 +89,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
         torch.cuda.set_device(local_rank)
     first, second = _join("nccl" if settings.device == "cuda" else "gloo")
     mesh = make_mesh(settings.device, shard_ranks=settings.shard_ranks)
+    context = make_context(settings.context_ranks)
     if settings.device != "cuda":
         _stop_listening()
     if dist.get_rank() == 0:
@@ -109,6 +111,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
             dtype=settings.dtype,
             shared_prompts=settings.shared_prompts,
             longest=settings.longest_request,
+            context=context,
         )
         fail = partial(_fail, end)
         trainer = Trainer(

@@ -1,4 +1,4 @@
-"""Gradients and weights do not depend on how the ranks share the weights, in float64.
+"""Gradients, weights and metrics do not depend on how the ranks share weights and rows, in float64.
 
 Masters, reductions, moments and head are in float64, so that a sum which is wrong stands out from rounding. Each update
 has three accumulated passes.
@@ -6,6 +6,7 @@ has three accumulated passes.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,41 +20,62 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from conftest import SETTINGS, Answer, chain_of, in_history, make_batch, make_groups, mini_batches
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dora.model_config import load_config
 from dora.trainer import model as policy_module
+from dora.trainer.context import Context, make_context
 from dora.trainer.model import Policy, make_mesh
 from dora.trainer.packing import Layout
 from dora.trainer.step import Trainer
-from dora.transport.messages import Configure
+from dora.transport.messages import Configure, StepDone
 from tests.families import make_model
 from tests.trainer.publishing import Unpublished, make_saver
 
 STEPS: Final = 3
 PASSES: Final = 3
+#: Metrics of time, and of padding.
+OF_LAYOUT: Final = {"busy_s", "close_s", "write_wait_s", "useful_frac", "padding_frac"}
 #: Of float64, for sums in another order; relative to the gradient, and to the learning rate times updates.
 TOLERANCE: Final = 1e-10
 
 
 class Sharing(NamedTuple):
-    """How ranks share the weights."""
+    """How ranks share weights and rows."""
 
     ranks: int
     shard_ranks: int
     gathered: bool = True
+    context: int = 1  # ranks that divide each row
 
 
 ALONE, SHARDED_2, SHARDED_4 = Sharing(1, 1), Sharing(2, 2), Sharing(4, 4)
-SHARINGS: Final = (SHARDED_2, Sharing(2, 1), SHARDED_4, Sharing(4, 2), Sharing(4, 2, gathered=False))
-#: Norms of queries and keys; windows, with a tied head; experts with a shared one.
+#: Those that divide rows, with the layout that has the same rows on one rank.
+DIVIDED: Final = {
+    Sharing(2, 2, context=2): ALONE,
+    Sharing(2, 2, gathered=False, context=2): ALONE,
+    Sharing(4, 4, context=4): ALONE,
+    Sharing(4, 4, gathered=False, context=2): SHARDED_2,
+    Sharing(4, 2, context=2): SHARDED_2,
+}
+SHARINGS: Final = (SHARDED_2, Sharing(2, 1), SHARDED_4, Sharing(4, 2), Sharing(4, 2, gathered=False), *DIVIDED)
+#: Norms of queries and keys; windows, with a tied head; experts with a shared one; sinks. All have four heads, and two
+#: of keys.
 FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "qwen3": {},
     "gemma3_text": {"tie_word_embeddings": True},
     "qwen2_moe": {},
+    "gpt_oss": {},
 }
 PLAIN: Final = {"max_grad_norm": 1e9, "micro_batch_tokens": 100_000, "warmup_steps": 0}
 THREE: Final = {**PLAIN, "updates": 2, "objective": '{"kl_coefficient": 0.1}'}
-CASES: Final = (("qwen3", "plain"), ("qwen3", "shared"), ("gemma3_text", "plain"), ("qwen2_moe", "three"))
+CASES: Final = (
+    ("qwen3", "plain"),
+    ("qwen3", "shared"),
+    ("gemma3_text", "plain"),
+    ("qwen2_moe", "three"),
+    ("gpt_oss", "shared"),
+)
 #: Those in which a sequence does not depend on the others of its row. Over windows and shared prompts it does, at 1e-7;
 #: so these are compared only between layouts of as many ranks, which have the same rows.
 INDEPENDENT: Final = (("qwen3", "plain"), ("qwen2_moe", "three"))
@@ -65,6 +87,7 @@ class Found:
 
     gradients: list[dict[str, Tensor]] = field(default_factory=list)  # of each update, whole
     weights: dict[str, Tensor] = field(default_factory=dict)  # at the end
+    metrics: list[dict[str, float]] = field(default_factory=list)  # of each step
 
 
 class Observed(Trainer):
@@ -82,31 +105,34 @@ class Observed(Trainer):
         """Write nothing."""
 
 
-def train(folder: Path, kind: str, sharing: Sharing) -> Found:
+def train(folder: Path, kind: str, sharing: Sharing, mesh: DeviceMesh, context: Context | None) -> Found:
     policy_module.MASTER_DTYPE = torch.float64
     policy_module.load_config = with_eager_experts
     policy_module.GATHERED_BYTES = 2**31 if sharing.gathered else 0
-    settings = msgspec.structs.replace(SETTINGS, **(THREE if kind == "three" else PLAIN))
+    changes: dict[str, Any] = THREE if kind == "three" else PLAIN
+    settings = msgspec.structs.replace(SETTINGS, **changes, context_ranks=sharing.context)
     order = Configure(
         run_id="exact", model_path=str(folder), settings=settings, memory_root="", durable_root="", checkpoints="",
         resume_from=(), may_start_over=False, chain=chain_of(0), epoch=0, fence="",
     )  # fmt: skip
-    policy = Policy(folder, mesh=make_mesh("cpu", shard_ranks=sharing.shard_ranks), dtype=torch.float64)
+    policy = Policy(folder, mesh=mesh, dtype=torch.float64)
+    found = Found()
+    layout = Layout(share_above=0.0 if kind == "shared" else 1e9, context=context)
     trainer = Observed(
-        order, end=Silent(), policy=policy, layout=Layout(share_above=0.0 if kind == "shared" else 1e9),  # type: ignore[arg-type]
+        order, end=Listener(found), policy=policy, layout=layout,  # type: ignore[arg-type]
         publisher=Unpublished(), saver=make_saver(order),  # type: ignore[arg-type]
     )  # fmt: skip
-    trainer.found = Found()
+    trainer.found = found
     trainer.start()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    group, groups = dist.get_rank() // sharing.context, dist.get_world_size() // sharing.context
     for step in range(STEPS):
         waves = list(waves_of(make_groups(4, version=step, seed=step), updates=settings.updates))
         for index, (update, answers, closes) in enumerate(waves):
-            batch = make_batch(answers[rank::ranks], step=step, index=index, last=index == len(waves) - 1)
+            batch = make_batch(answers[group::groups], step=step, index=index, last=index == len(waves) - 1)
             trainer.train(in_history(msgspec.structs.replace(batch, update=update, closes=closes)))
     names = [name for name, _ in policy.model.named_parameters()]
-    trainer.found.weights = {name: policy.full_tensor(name).clone() for name in names}
-    return trainer.found
+    found.weights = {name: policy.full_tensor(name).clone() for name in names}
+    return found
 
 
 def waves_of(answers: Sequence[Answer], *, updates: int) -> Iterator[tuple[int, list[Answer], bool]]:
@@ -122,9 +148,15 @@ def with_eager_experts(folder: Path) -> Any:
     return config
 
 
-class Silent:
+@dataclass
+class Listener:
+    """Keeps the metrics that are sent."""
+
+    found: Found
+
     def send(self, message: object) -> None:
-        """Send nothing."""
+        if isinstance(message, StepDone):
+            self.found.metrics.append(dict(message.metrics))
 
 
 def _rank(rank: int, root: Path) -> None:
@@ -133,10 +165,12 @@ def _rank(rank: int, root: Path) -> None:
         if rank < sharing.ranks:
             store = dist.FileStore(str(root / f"store-{number}"), sharing.ranks)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=sharing.ranks)
+            mesh, context = make_mesh("cpu", shard_ranks=sharing.shard_ranks), make_context(sharing.context)
             for family, kind in CASES:
-                found = train(root / family, kind, sharing)
+                found = train(root / family, kind, sharing, mesh, context)
                 if rank == 0:
-                    torch.save((found.gradients, found.weights), file_of(root, family, kind, sharing))
+                    saved = found.gradients, found.weights, found.metrics
+                    torch.save(saved, file_of(root, family, kind, sharing))
             dist.barrier()
             dist.destroy_process_group()
 
@@ -166,6 +200,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (Sharing(2, 1), SHARDED_2, CASES),
         (Sharing(4, 2), SHARDED_4, CASES),
         (Sharing(4, 2, gathered=False), SHARDED_4, CASES),
+        *((divided, like, CASES) for divided, like in DIVIDED.items()),
     ],
     ids=str,
 )
@@ -173,8 +208,8 @@ def test_gradients_and_weights_are_the_same(
     trained: Path, sharing: Sharing, like: Sharing, cases: tuple[tuple[str, str], ...]
 ) -> None:
     for family, kind in cases:
-        expected, weights = torch.load(file_of(trained, family, kind, like), weights_only=True)
-        found, moved = torch.load(file_of(trained, family, kind, sharing), weights_only=True)
+        expected, weights, named = torch.load(file_of(trained, family, kind, like), weights_only=True)
+        found, moved, metrics = torch.load(file_of(trained, family, kind, sharing), weights_only=True)
         assert len(found) == len(expected) == STEPS * (2 if kind == "three" else 1)
         for update, (here, there) in enumerate(zip(found, expected, strict=True)):
             for name, gradient in there.items():
@@ -183,3 +218,7 @@ def test_gradients_and_weights_are_the_same(
         for name, weight in weights.items():
             off = (moved[name] - weight).abs().max() / (SETTINGS.learning_rate * len(found))
             assert off < TOLERANCE, (family, kind, name, float(off))
+        for here, there in zip(metrics, named, strict=True):
+            assert here.keys() == there.keys()
+            for name in here.keys() - OF_LAYOUT:
+                assert math.isclose(here[name], there[name], rel_tol=1e-6, abs_tol=1e-9), (family, kind, name)
