@@ -120,11 +120,24 @@ def _rank_problems(config: Config) -> Iterator[str]:
     ranks, groups = config.trainer.ranks, config.trainer.parallel.replicate
     if ranks % groups:
         yield f"trainer.parallel.replicate: {ranks} trainer.ranks cannot be divided into {groups} equal groups"
+    elif config.trainer.parallel.context > 1:
+        yield from _context_problems(config)
     if (fewest := config.trainer.min_ranks) is not None:
         if config.num_training_nodes < 2:
             yield "trainer.min_ranks: no rank is left if the only host with ranks is lost; remove it"
         elif fewest > ranks:
             yield f"trainer.min_ranks: {fewest} is more than trainer.ranks ({ranks})"
+
+
+def _context_problems(config: Config) -> Iterator[str]:
+    divide = f"trainer.parallel.context: {config.trainer.parallel.context} ranks that divide sequences"
+    size, nodes = config.trainer.parallel.context, config.num_training_nodes
+    if config.shard_ranks % size:
+        yield f"{divide} must divide the {config.shard_ranks} ranks of a copy of the weights"
+    elif nodes and not config.trainer.ranks % nodes and config.ranks_of_node % size:
+        yield f"{divide} must be on one node, and a node has {config.ranks_of_node} ranks"
+    if config.trainer.parallel.expert > 1:
+        yield "trainer.parallel.context: not together with trainer.parallel.expert; set one of them to 1"
 
 
 def _node_problems(config: Config) -> Iterator[str]:

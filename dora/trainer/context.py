@@ -3,8 +3,8 @@
 Each of C consecutive ranks has a slice of the positions of a row. Attention alone needs other positions: before it, the
 ranks exchange their slice of all heads for the whole row of some heads, and after it they do the reverse.
 
-Invariant: all C ranks compute the same loss, each from the log-probs of all slices. Its gradient reaches a log-prob once,
-on the rank that computed it, so that the gradient of the weights is the sum over the C ranks.
+Invariant: all C ranks compute the same loss, each from the log-probs of all slices. Its gradient reaches a log-prob
+once, on the rank that computed it, so that the gradient of the weights is the sum over the C ranks.
 Legend: B batch rows, L tokens of a row, l = L / C of a slice, H heads, h = H / C of a rank, D head size, P trained
 tokens of a row, p those that are predicted in a slice.
 """
@@ -75,7 +75,7 @@ class Context:
 
 
 def make_context(ranks: int) -> Context | None:
-    """Return the `ranks` consecutive ranks of which this is one; None for a rank that has rows by itself. A collective."""
+    """Return the `ranks` consecutive ranks of which this is one; None if it is one alone. A collective."""
     if ranks == 1:
         return None
     if dist.get_world_size() % ranks:

@@ -80,8 +80,8 @@ def check_forward(
 ) -> CheckedLayout:
     """Return the layout in which each sequence has the same log-probs as alone, also under transformers' attention.
 
-    `longest`: tokens of the longest sequence of the run. `context`: the ranks that divide each row. ConfigError if there
-    is no such layout.
+    `longest`: tokens of the longest sequence of the run. `context`: the ranks that divide each row. ConfigError if
+    there is no such layout.
     """
     if context is not None:
         require_divided(model, ranks=context.size, longest=longest)

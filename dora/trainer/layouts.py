@@ -32,10 +32,12 @@ def why_padded(model: Any) -> str:
 
 
 def require_divided(model: Any, *, ranks: int, longest: int) -> None:
-    """Raise ConfigError unless several ranks can divide a row; `longest`: tokens of the longest sequence of the run."""
-    if reason := _why_undivided(model, ranks=ranks, longest=longest):
+    """Raise ConfigError unless so many ranks can divide a row; `longest`: tokens of the longest sequence of the run."""
+    if ranks > 1 and (reason := _why_undivided(model, ranks=ranks, longest=longest)):
         name = type(model).__name__.removeprefix("FSDP")  # FSDP2 makes a subclass of this name
-        raise ConfigError(f"trainer.parallel.context: {name} {reason}, so {ranks} ranks cannot divide its rows; set it to 1")
+        raise ConfigError(
+            f"trainer.parallel.context: {name} {reason}, so {ranks} ranks cannot divide its rows; set it to 1"
+        )
 
 
 def _why_undivided(model: Any, *, ranks: int, longest: int) -> str:

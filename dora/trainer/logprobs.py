@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -62,16 +63,16 @@ def logprobs(
     found: list[tuple[Tensor, Tensor]] = []
 
     def select(head: nn.Linear, hidden: Tensor) -> Tensor:
-        predictors_P, targets_P, context = row.predictors_P, row.targets_P, row.context
+        predictors_P, targets_P, context, own_p = row.predictors_P, row.targets_P, row.context, row.own_p
         if context is not None:  # those of this rank's slice
-            first = context.rank * hidden.shape[1]
-            predictors_P, targets_P = predictors_P[row.own_p] - first, targets_P[row.own_p]
+            predictors_P, targets_P = predictors_P[own_p] - context.rank * hidden.shape[1], targets_P[own_p]
         hidden_PH = hidden.flatten(0, -2).index_select(0, predictors_P)
         arguments = (hidden_PH, head.weight, head.bias, targets_P, finish, temperature, fp32_head, entropy_gradient)
         values: tuple[Tensor, Tensor] = TiledLogProbs.apply(*arguments)
-        if context is not None:
-            current_P, entropy_P = (context.whole(v, own_p=row.own_p, size=len(row.targets_P)) for v in values)
-            values = current_P, entropy_P
+        if context is not None and own_p is not None:
+            current_p, entropy_p = values
+            whole = partial(context.whole, own_p=own_p, size=len(row.targets_P))
+            values = whole(current_p), whole(entropy_p)
         found.append(values)
         return hidden.new_zeros(1, 1, 1)  # the model scales and caps this value, and the hook drops it
 

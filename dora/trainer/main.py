@@ -156,7 +156,7 @@ def _checkpointing(order: Configure, device: torch.device) -> tuple[Mode, str]:
             Path(order.model_path),
             dtype=getattr(torch, settings.dtype),
             tokens=settings.micro_batch_tokens,
-            longest=settings.longest_request,
+            longest=-(-settings.longest_request // settings.context_ranks),
             ranks=settings.shard_ranks or dist.get_world_size(),
             memory=int(memory),
             moments=moment_bytes(optimizer=settings.optimizer, optimizer_state=settings.optimizer_state),

@@ -110,6 +110,7 @@ class Row:
         """The number of positions that hold no token."""
         return self.tokens_BT.numel() - sum(self.lengths)
 
+
 def make_row(
     tokens: NDArray[np.integer],
     *,
