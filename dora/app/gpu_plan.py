@@ -96,7 +96,7 @@ class _Plan:
         self.gpus = gpus
         self.shapes = shapes
         self.available = FITS * gpus.memory  #: bytes of a GPU that may be used
-        trainer, longest = config.trainer, config.longest_request
+        trainer, longest = config.trainer, config.longest_slice
         self.alone = outline.forecast(tokens=max(trainer.micro_batch_tokens, longest), longest=longest, ranks=1)
         self.ranks_fit = [n for n in range(1, gpus.count) if self.rank_bytes(n) <= self.available]
         self.num_ranks = trainer.ranks if trainer.device == "cuda" else 0  #: on GPUs

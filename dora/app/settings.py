@@ -36,8 +36,8 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
         groups_per_step=rollout.groups_per_step,
         group_size=rollout.group_size,
         max_new_tokens=rollout.max_new_tokens,
-        num_ranks=trainer.ranks,
-        micro_batch_tokens=trainer.micro_batch_tokens,
+        num_ranks=config.data_groups,
+        micro_batch_tokens=config.pass_tokens,
         updates=trainer.updates,
         shared_prompts=trainer.shared_prompts != "off",
         filter_zero_variance=rollout.filter_zero_variance,
@@ -243,7 +243,9 @@ def workload_of(config: Config) -> Workload:
             server=SimulatedServer(**{name: value for name, value in known.items() if value is not None}),
             parallel_pushes=engine.max_parallel_pushes,
         ),
-        train=TrainerModel(micro_batch_tokens=trainer.micro_batch_tokens, updates=trainer.updates),
+        train=TrainerModel(
+            devices_per_rank=trainer.parallel.context, micro_batch_tokens=config.pass_tokens, updates=trainer.updates
+        ),
     )
 
 

@@ -137,7 +137,8 @@ async def _run(link: TrainerLink, rollout: list[Path], *, config: Config, done: 
         train_rollouts(
             rollout,
             link=link,
-            budget=config.trainer.micro_batch_tokens,
+            num_parts=config.data_groups,
+            budget=config.pass_tokens,
             group_size=config.rollout.group_size,
             updates=config.trainer.updates,
             shared_prompts=config.trainer.shared_prompts != "off",

@@ -79,7 +79,7 @@ def check_trainer(config: Config, model: Path, stack: ExitStack) -> CheckedTrain
     is_here = trainer.device == "cpu" or torch.cuda.is_available()
     memory = _memory(config) if is_here and not config.num_training_nodes else None
     mode, outline = outline_of(config, model, memory)
-    alone = outline.forecast(tokens=trainer.micro_batch_tokens, longest=config.longest_request, ranks=1, is_trial=True)
+    alone = outline.forecast(tokens=trainer.micro_batch_tokens, longest=config.longest_slice, ranks=1, is_trial=True)
     lines = []
     trial = None
     if config.num_training_nodes:
@@ -105,7 +105,9 @@ def outline_of(config: Config, model: Path, memory: int | None) -> tuple[Mode, O
 
     mode = _mode(config, model, memory)
     dtype = getattr(torch, config.trainer.dtype)
-    return mode, Outline(model, dtype=dtype, checkpointing=mode, moments=_moments(config), **_forecast(config))
+    outline = Outline(model, dtype=dtype, checkpointing=mode, moments=_moments(config), **_forecast(config))
+    outline.require_divided(ranks=config.trainer.parallel.context, longest=config.longest_request)
+    return mode, outline
 
 
 def _memory(config: Config) -> int:
@@ -139,7 +141,7 @@ def _mode(config: Config, model: Path, memory: int | None) -> Mode:
         model,
         dtype=getattr(torch, trainer.dtype),
         tokens=trainer.micro_batch_tokens,
-        longest=config.longest_request,
+        longest=config.longest_slice,
         ranks=config.shard_ranks,
         memory=memory,
         moments=_moments(config),
@@ -168,7 +170,7 @@ def _try(config: Config, model: Path, mode: Mode, stack: ExitStack) -> Trial:
             checkpointing=mode,
             shared_prompts=trainer.shared_prompts,
             compiled=trainer.compile,
-            longest=config.longest_request,
+            longest=config.longest_slice,
         )
         return stack.enter_context(trial)
 
@@ -185,7 +187,7 @@ def _memory_errors(config: Config, *, during: str) -> AbstractContextManager[Non
 def _measure(config: Config, outline: Outline, trial: Trial) -> str:
     """Return the forecast and the measured memory of a pass."""
     trainer = config.trainer
-    tokens, longest = trainer.micro_batch_tokens, config.longest_request
+    tokens, longest = trainer.micro_batch_tokens, config.longest_slice
     if is_cpu := trainer.device == "cpu":
         most = max(MIN_TOKENS, int(CPU_OPERATIONS / (8 * outline.parameters)))
         tokens, longest = min(tokens, most), min(longest, most)
@@ -205,8 +207,9 @@ def memory_lines(
     """Return the forecast of a rank, and the longest answer that fits, or what to change."""
     from dora.trainer.forecast import largest_pass
 
-    trainer = config.trainer
-    tokens, longest = max(trainer.micro_batch_tokens, config.longest_request), config.longest_request
+    trainer, context = config.trainer, config.trainer.parallel.context
+    tokens, longest = max(trainer.micro_batch_tokens, config.longest_slice), config.longest_slice
+    what = f"a pass of {tokens} tokens" if context == 1 else f"{tokens} of {context * tokens} tokens of a pass"
     need = outline.forecast(tokens=tokens, longest=longest, ranks=config.shard_ranks, layout=layout)
     available = ""
     if memory is not None:
@@ -216,8 +219,8 @@ def memory_lines(
         (
             "memory",
             f"one rank: {size_text(need.total)}{available}: {size_text(need.states)} weights, gradients, optimizer, "
-            f"{size_text(need.gathered)} gathered, {size_text(need.kept + need.working)} for a pass of {tokens} "
-            f"tokens (activation checkpointing {mode}, {outline.parameters / 1e6:,.1f} M parameters)",
+            f"{size_text(need.gathered)} gathered, {size_text(need.kept + need.working)} for {what} "
+            f"(activation checkpointing {mode}, {outline.parameters / 1e6:,.1f} M parameters)",
         )
     ]
     if memory is not None:
@@ -225,7 +228,9 @@ def memory_lines(
             outline, tokens=tokens, longest=longest, ranks=config.shard_ranks, memory=memory, layout=layout
         )
         if most >= tokens:
-            text = f"answers of up to {most - config.task.max_prompt_tokens:,} tokens would fit in this memory"
+            text = (
+                f"answers of up to {context * most - config.task.max_prompt_tokens:,} tokens would fit in this memory"
+            )
         else:
             change = _change(config, model, mode=mode, most=most, memory=memory)
             text = f"DOES NOT FIT in {size_text(memory)}: {change}"
@@ -245,7 +250,7 @@ def _change(config: Config, model: Path, *, mode: Mode, most: int, memory: int) 
 
     from dora.trainer.forecast import FITS, Outline, choose_mode, largest_pass
 
-    longest, ranks = config.longest_request, config.shard_ranks
+    longest, ranks = config.longest_slice, config.shard_ranks
     if most >= longest:
         return f"set trainer.micro_batch_tokens to at most {most}"
     dtype, moments = getattr(torch, config.trainer.dtype), _moments(config)
@@ -269,6 +274,8 @@ def _change(config: Config, model: Path, *, mode: Mode, most: int, memory: int) 
             needed = ranks * config.trainer.parallel.replicate
             return f"start at least {needed} trainer.ranks with trainer.activation_checkpointing = full"
     most = largest_pass(outline, tokens=longest, longest=longest, ranks=config.shard_ranks, memory=memory)
+    most *= config.trainer.parallel.context
     if most > config.task.max_prompt_tokens:
-        return f"set rollout.max_new_tokens to at most {most - config.task.max_prompt_tokens}"
+        answer = most - config.task.max_prompt_tokens
+        return f"set rollout.max_new_tokens to at most {answer}, or divide sequences more (trainer.parallel.context)"
     return "the model is too large for this device"

@@ -117,19 +117,29 @@ def _address_problems(config: Config) -> Iterator[str]:
 
 
 def _rank_problems(config: Config) -> Iterator[str]:
-    ranks, copies, of_experts = config.trainer.ranks, config.trainer.parallel.replicate, config.trainer.parallel.expert
+    ranks, copies = config.trainer.ranks, config.trainer.parallel.replicate
     if ranks % copies:
         yield f"trainer.parallel.replicate: {ranks} trainer.ranks cannot be divided into {copies} equal groups"
-    elif config.shard_ranks % of_experts:
-        yield (
-            f"trainer.parallel.expert: the {config.shard_ranks} ranks of a copy of the weights cannot be divided into "
-            f"groups of {of_experts}"
-        )
+    else:
+        yield from _group_problems(config)
     if (fewest := config.trainer.min_ranks) is not None:
         if config.num_training_nodes < 2:
             yield "trainer.min_ranks: no rank is left if the only host with ranks is lost; remove it"
         elif fewest > ranks:
             yield f"trainer.min_ranks: {fewest} is more than trainer.ranks ({ranks})"
+
+
+def _group_problems(config: Config) -> Iterator[str]:
+    parallel, nodes = config.trainer.parallel, config.num_training_nodes
+    groups = {"expert": (parallel.expert, "experts"), "context": (parallel.context, "sequences")}
+    if len(divided := [f"trainer.parallel.{key}" for key, (size, _) in groups.items() if size > 1]) > 1:
+        yield f"{divided[0]}: not together with {divided[1]}; set one of them to 1"
+    for key, (size, what) in groups.items():
+        ranks = f"trainer.parallel.{key}: {size} ranks that divide {what}"
+        if config.shard_ranks % size:
+            yield f"{ranks} must divide the {config.shard_ranks} ranks of a copy of the weights"
+        elif key != "expert" and nodes and not config.trainer.ranks % nodes and config.ranks_of_node % size:
+            yield f"{ranks} must be on one node, and a node has {config.ranks_of_node} ranks"
 
 
 def _node_problems(config: Config) -> Iterator[str]:

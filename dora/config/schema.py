@@ -175,7 +175,8 @@ class ParallelConfig(Section):
     experts, whose weights are not gathered. For mixtures of experts only."""
     context: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
     """Number of consecutive ranks that divide each sequence (Ulysses, arXiv 2309.14509), so that a rank keeps a part of
-    its activations. In attention, each of them computes some of the heads over all tokens."""
+    its activations. In attention, each of them computes some of the heads over all tokens, so it must divide their
+    number. Not for models with layers that carry state from token to token."""
 
 
 class TrainerConfig(Section):
@@ -227,7 +228,8 @@ class TrainerConfig(Section):
     """Number of torch threads per rank."""
     micro_batch_tokens: Positive = 4_096
     """Maximum number of tokens in one forward pass of one rank, prompts included. A longer answer is a pass by itself.
-    Lower it, even in a resume, if a rank runs out of memory: the result differs by rounding only."""
+    Ranks that divide sequences (`parallel.context`) have as many each. Lower it, even in a resume, if a rank runs out
+    of memory: the result differs by rounding only."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 2e-5
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -583,7 +585,7 @@ class Config(Section):
         pass; otherwise None."""
         if not compares_sequences(self.objective):
             return None
-        return max(self.trainer.micro_batch_tokens, self.longest_request)
+        return max(self.pass_tokens, self.longest_request)
 
     @property
     def slots(self) -> int | None:
@@ -613,6 +615,21 @@ class Config(Section):
         if not nodes.expected or nodes.train != "auto":
             return 0 if nodes.train == "auto" else nodes.train
         return -(-trainer.ranks // nodes.gpus) if trainer.device == "cuda" else 1
+
+    @property
+    def data_groups(self) -> int:
+        """Number of groups of ranks that train different micro-batches: `trainer.parallel.context` ranks each."""
+        return self.trainer.ranks // self.trainer.parallel.context
+
+    @property
+    def pass_tokens(self) -> int:
+        """Maximum number of tokens in one forward pass of such a group."""
+        return self.trainer.micro_batch_tokens * self.trainer.parallel.context
+
+    @property
+    def longest_slice(self) -> int:
+        """Number of tokens of the longest request that one rank computes."""
+        return -(-self.longest_request // self.trainer.parallel.context)
 
     @property
     def shard_ranks(self) -> int:

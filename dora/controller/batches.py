@@ -1,7 +1,8 @@
 """Conversion of a planned wave and its records into the arrays of `MicroBatch` (dora/transport/messages.py).
 
-A wave has as many parts as the run had ranks when it began, so that its lineage never depends on the ranks. A resume
-may have fewer, which then train several parts each, or more, of which some then get nothing.
+A wave has as many parts as the run had groups of ranks when it began, so that its lineage never depends on the ranks.
+A group is one rank, or the ranks that divide each sequence. A resume may have fewer groups, which then train several
+parts each, or more, of which some then get nothing.
 """
 
 from __future__ import annotations
@@ -29,19 +30,20 @@ def build_wave(
     groups: Mapping[GroupId, Group],
     group_size: int,
 ) -> list[MicroBatch]:
-    """Return the parts of a wave, one for each rank with which the run began; `groups` are those committed to the step,
-    by id."""
+    """Return the parts of a wave; `groups` are those committed to the step, by id."""
     return [
         _build(order, trajectories, records=records, groups=groups, group_size=group_size)
         for trajectories in order.ranks
     ]
 
 
-def spread(wave: Sequence[MicroBatch], *, num_ranks: int) -> list[MicroBatch]:
-    """Return one MicroBatch for each of `num_ranks` ranks."""
-    if len(wave) == num_ranks:
-        return [*wave]
-    return [_merge(wave[rank::num_ranks] or [_emptied(wave[0])]) for rank in range(num_ranks)]
+def spread(wave: Sequence[MicroBatch], *, num_ranks: int, context_ranks: int = 1) -> list[MicroBatch]:
+    """Return one MicroBatch for each of `num_ranks` ranks, of which `context_ranks` consecutive ones get the same."""
+    groups = num_ranks // context_ranks
+    parts = wave
+    if len(wave) != groups:
+        parts = [_merge(wave[group::groups] or [_emptied(wave[0])]) for group in range(groups)]
+    return [part for part in parts for _ in range(context_ranks)]
 
 
 def _merge(parts: Sequence[MicroBatch]) -> MicroBatch:

@@ -112,9 +112,16 @@ def rollout_files(folder: Path) -> list[Path]:
 
 
 async def train_rollouts(
-    steps: list[Path], *, link: TrainerLink, budget: int, group_size: int, updates: int, shared_prompts: bool
+    steps: list[Path],
+    *,
+    link: TrainerLink,
+    num_parts: int,
+    budget: int,
+    group_size: int,
+    updates: int,
+    shared_prompts: bool,
 ) -> None:
-    """Send every step to the ranks."""
+    """Send every step to the ranks, in waves of `num_parts` parts of at most `budget` tokens."""
     for step, path in enumerate(steps):
         pieces: dict[TrajectoryId, list[Piece]] = {}
         for batch, i, start in _pieces(
@@ -122,7 +129,7 @@ async def train_rollouts(
         ):
             pieces.setdefault(TrajectoryId(int(batch.trajectories[i])), []).append((batch, i, start))
         pending = _pending(pieces, updates=updates, shared_prompts=shared_prompts)
-        for order in _orders(pending, step=StepId(step), num_ranks=link.num_ranks, budget=budget):
+        for order in _orders(pending, step=StepId(step), num_ranks=num_parts, budget=budget):
             ranks = [[piece for t in rank for piece in pieces[t]] for rank in order.ranks]
             wave = [_join(rank, order, group_size=group_size) for rank in ranks]
             await link.send(link.lineage.add(wave))

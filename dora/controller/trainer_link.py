@@ -79,6 +79,7 @@ class _Start:
     incarnation: int
     num_ranks: int = 0  # 0 until they are started
     steps: int = 0  # of the run; 0 until they are configured
+    context_ranks: int = 1  # consecutive ranks that get the same micro-batches
     outbox: asyncio.Queue[tuple[int, list[wire.MicroBatch]]] = field(default_factory=lambda: asyncio.Queue(OUTBOX_SIZE))
     ready: dict[int, StepId] = field(default_factory=dict)
     skipped: dict[str, None] = field(default_factory=dict)  # why checkpoints could not be loaded
@@ -193,7 +194,7 @@ class TrainerLink:
                 )
             for rank in range(start.num_ranks):
                 order = msgspec.structs.replace(self.configure(rank), incarnation=start.incarnation)
-                start.steps = order.settings.steps
+                start.steps, start.context_ranks = order.settings.steps, order.settings.context_ranks
                 if rank == (order.ranks_here or (0,))[0]:
                     if rank < (order.settings.shard_ranks or found):  # others only read
                         start.written[rank] = deque()
@@ -223,7 +224,9 @@ class TrainerLink:
     async def send(self, wave: list[wire.MicroBatch]) -> None:
         """Send the parts of a wave to the ranks once all are ready, waiting for space in each rank's window."""
         await self._start.all_ready.wait()
-        for rank, batch in enumerate(spread(wave, num_ranks=self._start.num_ranks)):
+        start = self._start
+        parts = spread(wave, num_ranks=start.num_ranks, context_ranks=start.context_ranks)
+        for rank, batch in enumerate(parts):
             await self.end.send(rank, batch)
 
     async def receive_messages(self) -> None:

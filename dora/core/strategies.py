@@ -118,8 +118,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups_per_step: int  #: N
     group_size: int  #: G
     max_new_tokens: int
-    num_ranks: int  #: trainer ranks with which the run began: parts of a wave
-    micro_batch_tokens: int  #: token budget of one rank's micro-batch
+    num_ranks: int  #: parts of a wave: trainer ranks, or groups that divide sequences, with which the run began
+    micro_batch_tokens: int  #: token budget of such a part
     updates: int = 1  #: M: optimizer updates of a step; it divides N
     shared_prompts: bool = False  #: the trainer computes the prompt of siblings on one rank once
     filter_zero_variance: bool = True

@@ -27,6 +27,7 @@ from dora.errors import ConfigError
 from dora.trainer import attention_gpu as gpu
 from dora.trainer import attention_kernels as kernels
 from dora.trainer.attention_kernels import Rule
+from dora.trainer.context import Context
 
 NAME: Final = "dora_segments"
 #: Arguments that some models pass to their attention and that have no effect: the positions were applied before.
@@ -40,8 +41,16 @@ class Segments:
     FSDP copies each dataclass among the arguments of each layer.
     """
 
-    def __init__(self, lengths: tuple[int, ...], device: torch.device, prompts: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        lengths: tuple[int, ...],
+        device: torch.device,
+        prompts: tuple[int, ...] = (),
+        *,
+        context: Context | None = None,
+    ) -> None:
         self.lengths = lengths
+        self.context = context  # the ranks of which each has a slice of the row; None: this one has all of it
         self.prompts = prompts or (-1,) * len(lengths)  # the index of each segment's prompt; -1: none
         self.longest = max(lengths)
         self.device = device
@@ -181,7 +190,16 @@ def attend(
     rule = Rule(
         scale=query.shape[3] ** -0.5 if scaling is None else scaling, window=attention_mask.window, softcap=softcap
     )
-    return _attend(query, key, value, s_aux, rule, attention_mask), None
+    context = None if attention_mask.segments is None else attention_mask.segments.context
+    if context is None:
+        return _attend(query, key, value, s_aux, rule, attention_mask), None
+    if query.shape[1] % context.size:
+        raise ConfigError(
+            f"trainer.parallel.context: {context.size} ranks cannot divide the {query.shape[1]} heads of {name} equally"
+        )
+    query, key, value = context.to_heads(query, key, value)
+    own_sinks = None if s_aux is None else context.own_heads(s_aux)
+    return context.to_tokens(_attend(query, key, value, own_sinks, rule, attention_mask)), None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, sink_H: Tensor | None, rule: Rule, pattern: Pattern) -> Tensor:

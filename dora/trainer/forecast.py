@@ -4,7 +4,9 @@ The trainer's own forward and backward pass run on tensors without data, and eve
 a forecast needs no weights, and no formula for a family or a kind of checkpointing. Of equal layers only the first one
 runs. The others return their input, and the memory that the first one keeps is counted again for each of them. The
 copies that FSDP2 makes of weights and gradients are calculated. Two parts that only a GPU has are left out: the scratch
-memory of kernels, and the unused parts of the allocator's blocks.
+memory of kernels, and the unused parts of the allocator's blocks. Ranks that divide a pass are forecast as if each had
+a pass of its own tokens: in attention, all tokens of some heads take as much as some tokens of all heads. Left out are
+what the exchange of one layer needs, and keys and values that are repeated because their heads cannot be divided.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from dora.model_config import load_config
 from dora.trainer import model as policy
 from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
 from dora.trainer.experts import expert_parameters, require_experts
-from dora.trainer.layouts import layout_of
+from dora.trainer.layouts import layout_of, require_divided
 from dora.trainer.live_bytes import LiveBytes
 from dora.trainer.logprobs import few_tiles, logprobs
 from dora.trainer.optimizer import MomentBytes, roles_of
@@ -137,6 +139,10 @@ class Outline:
             kept=kept,
             working=working,
         )
+
+    def require_divided(self, *, ranks: int, longest: int) -> None:
+        """Raise ConfigError unless so many ranks can divide each row; `longest`: tokens of the longest sequence."""
+        require_divided(self._model, ranks=ranks, longest=longest)
 
     def checkpoint_bytes(self, moments: MomentBytes) -> int:
         """Return the size of a checkpoint with the weights, in float32, and these moments."""

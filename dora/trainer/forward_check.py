@@ -10,6 +10,7 @@ their rounding. So the same rows are computed once more with other tokens in eve
 rounding are the same, so the log-probs of the unchanged sequences must stay the same too.
 
 A row in which the sequences share their prompts is checked likewise. If only that fails, prompts are not shared.
+Where several ranks divide each row, they divide those of the check too; a sequence alone is computed by every rank.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from torch import Tensor
 from dora.errors import ConfigError, RunFailed
 from dora.trainer import attention
 from dora.trainer.check_rows import LENGTHS, MembersAndRow, Sequences, sequences_for
-from dora.trainer.layouts import layout_of, why_padded
+from dora.trainer.context import Context
+from dora.trainer.layouts import layout_of, require_divided, why_padded
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy
 from dora.trainer.packing import SHARE_ABOVE, Layout, Row, Sharing
@@ -68,15 +70,24 @@ class CheckedLayout:
 
 
 def check_forward(
-    model: Any, *, device: torch.device, dtype: str, shared_prompts: Sharing = "auto", longest: int = max(LENGTHS)
+    model: Any,
+    *,
+    device: torch.device,
+    dtype: str,
+    shared_prompts: Sharing = "auto",
+    longest: int = max(LENGTHS),
+    context: Context | None = None,
 ) -> CheckedLayout:
     """Return the layout in which each sequence has the same log-probs as alone, also under transformers' attention.
 
-    `longest`: tokens of the longest sequence of the run. ConfigError if there is no such layout.
+    `longest`: tokens of the longest sequence of the run. `context`: the ranks that divide each row. ConfigError if
+    there is no such layout.
     """
+    if context is not None:
+        require_divided(model, ranks=context.size, longest=longest)
     try:
         comparison = _Comparison(model, sequences_for(model.config, longest=longest), device=device, dtype=dtype)
-        found = CheckedLayout(layout_of(model), _note(model))
+        found = CheckedLayout(replace(layout_of(model), context=context), _note(model))
         if problem := comparison.problem(found.layout):
             raise _refusal(model, problem)
         return _check_sharing(model, found, shared_prompts, comparison=comparison)
@@ -89,12 +100,22 @@ def check_forward(
 
 
 def check_training(
-    policy: Policy, *, dtype: str, shared_prompts: Sharing = "auto", longest: int = max(LENGTHS)
+    policy: Policy,
+    *,
+    dtype: str,
+    shared_prompts: Sharing = "auto",
+    longest: int = max(LENGTHS),
+    context: Context | None = None,
 ) -> CheckedLayout:
-    """Like `check_forward`, and check the gradients too. A collective: every rank computes and finds the same."""
+    """Like `check_forward`, and check the gradients too. A collective: every rank computes and finds the same.
+
+    Gradients are compared for sequences that fit in one rank alone, so up to its part of the longest one.
+    """
     model, device = policy.model, policy.device
-    found = check_forward(model, device=device, dtype=dtype, shared_prompts=shared_prompts, longest=longest)
-    sequences = sequences_for(model.config, longest=longest)
+    found = check_forward(
+        model, device=device, dtype=dtype, shared_prompts=shared_prompts, longest=longest, context=context
+    )
+    sequences = sequences_for(model.config, longest=-(-longest // found.layout.ranks))
     expected = _gradients(policy, sequences, None)
 
     def error_of(layout: Layout) -> float:
@@ -215,9 +236,10 @@ def _gradients(policy: Policy, sequences: Sequences, layout: Layout | None) -> d
     """Return the gradients of a sum of all log-probs, each with its own weight, and leave the policy as it was."""
     responses = sequences.responses
     weights = torch.linspace(-1.0, 1.0, sum(responses), device=policy.device).split(responses)
+    ranks = 1 if layout is None else layout.ranks  # each has a part of the gradient, where it would have all of it
     for members, row in sequences.rows(layout, policy.device):
         policy.prepare(closes_update=True)
-        weight_P = torch.cat([weights[n] for n in members])
+        weight_P = torch.cat([weights[n] for n in members]) * ranks
         (logprobs(policy.model, row, temperature=1.0)[0] * weight_P).sum().backward()
     gradients = policy.gradients()
     policy.clear_gradients()

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from dora.errors import ConfigError
 from dora.model_config import rope_limit
 from dora.trainer.model import decoder_layers
 from dora.trainer.packing import Layout
@@ -28,6 +29,26 @@ def why_padded(model: Any) -> str:
     if carries_state(model):
         return "has layers that would carry state from one packed sequence into the next"
     return ""
+
+
+def require_divided(model: Any, *, ranks: int, longest: int) -> None:
+    """Raise ConfigError unless so many ranks can divide a row; `longest`: tokens of the longest sequence of the run."""
+    if ranks > 1 and (reason := _why_undivided(model, ranks=ranks, longest=longest)):
+        name = type(model).__name__.removeprefix("FSDP")  # FSDP2 makes a subclass of this name
+        raise ConfigError(
+            f"trainer.parallel.context: {name} {reason}, so {ranks} ranks cannot divide its rows; set it to 1"
+        )
+
+
+def _why_undivided(model: Any, *, ranks: int, longest: int) -> str:
+    """Return the reason as a predicate; empty if there is none."""
+    if reason := why_padded(model):
+        return reason
+    limit = rope_limit(model.config)
+    if limit is not None and longest > limit:
+        return f"has other angles in rows beyond {limit} tokens (LongRoPE), which a slice does not tell"
+    heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
+    return f"has {heads} attention heads" if isinstance(heads, int) and heads % ranks else ""
 
 
 def carries_state(model: Any) -> bool:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -62,9 +63,17 @@ def logprobs(
     found: list[tuple[Tensor, Tensor]] = []
 
     def select(head: nn.Linear, hidden: Tensor) -> Tensor:
-        hidden_PH = hidden.flatten(0, -2).index_select(0, row.predictors_P)
-        arguments = (hidden_PH, head.weight, head.bias, row.targets_P, finish, temperature, fp32_head, entropy_gradient)
-        found.append(TiledLogProbs.apply(*arguments))
+        predictors_P, targets_P, context, own_p = row.predictors_P, row.targets_P, row.context, row.own_p
+        if context is not None:  # those of this rank's slice
+            predictors_P, targets_P = predictors_P[own_p] - context.rank * hidden.shape[1], targets_P[own_p]
+        hidden_PH = hidden.flatten(0, -2).index_select(0, predictors_P)
+        arguments = (hidden_PH, head.weight, head.bias, targets_P, finish, temperature, fp32_head, entropy_gradient)
+        values: tuple[Tensor, Tensor] = TiledLogProbs.apply(*arguments)
+        if context is not None and own_p is not None:
+            current_p, entropy_p = values
+            whole = partial(context.whole, own_p=own_p, size=len(row.targets_P))
+            values = whole(current_p), whole(entropy_p)
+        found.append(values)
         return hidden.new_zeros(1, 1, 1)  # the model scales and caps this value, and the hook drops it
 
     hook = model.register_forward_hook(lambda *_: found[0], prepend=True)  # before FSDP2's hook
@@ -84,12 +93,23 @@ def _run(model: Any, row: Row, forward: Callable[[nn.Linear, Tensor], Tensor]) -
             f"model.path: the output head of {type(model).__name__} is {kind.__name__}, not Linear; not supported"
         )
     head.forward = lambda hidden: forward(head, hidden)
+    tokens_BT, positions_BT = row.tokens_BT, row.positions_BT
+    if row.context is not None:
+        tokens_BT, positions_BT = row.context.own(tokens_BT), row.context.own(positions_BT)
     try:
-        device = row.tokens_BT.device
-        with attention.within(None if row.padded else attention.Segments(row.lengths, device, row.prompts)):
-            return model(input_ids=row.tokens_BT, position_ids=row.positions_BT, use_cache=False)
+        with attention.within(_segments(row)):
+            return model(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False)
     finally:
         del head.forward
+
+
+def _segments(row: Row) -> attention.Segments | None:
+    """Return the segments of a packed row, of which the padding at its end is one."""
+    if row.padded:
+        return None
+    padding = (row.num_padding,) if row.num_padding else ()
+    lengths, prompts = (*row.lengths, *padding), (*row.prompts, *(-1 for _ in padding))
+    return attention.Segments(lengths, row.tokens_BT.device, prompts, context=row.context)
 
 
 # ---- what follows the head ------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from dora.errors import ConfigError, DoraError, ProtocolError, RemoteError
 from dora.trainer.attention_gpu import describe
 from dora.trainer.checkpoint import Saver, Storage
 from dora.trainer.checkpointing import MODES, Mode
+from dora.trainer.context import make_context
 from dora.trainer.copies import count_copies
 from dora.trainer.experts import expert_parameters
 from dora.trainer.forecast import choose_mode
@@ -90,6 +91,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
         torch.cuda.set_device(local_rank)
     first, second = _join("nccl" if settings.device == "cuda" else "gloo")
     mesh = make_mesh(settings.device, shard_ranks=settings.shard_ranks, expert_ranks=settings.expert_ranks)
+    context = make_context(settings.context_ranks)
     if settings.device != "cuda":
         _stop_listening()
     if dist.get_rank() == 0:
@@ -111,6 +113,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
             dtype=settings.dtype,
             shared_prompts=settings.shared_prompts,
             longest=settings.longest_request,
+            context=context,
         )
         fail = partial(_fail, end)
         trainer = Trainer(
@@ -155,7 +158,7 @@ def _checkpointing(order: Configure, device: torch.device) -> tuple[Mode, str]:
             Path(order.model_path),
             dtype=getattr(torch, settings.dtype),
             tokens=settings.micro_batch_tokens,
-            longest=settings.longest_request,
+            longest=-(-settings.longest_request // settings.context_ranks),
             ranks=settings.shard_ranks or dist.get_world_size(),
             memory=int(memory),
             moments=moment_bytes(optimizer=settings.optimizer, optimizer_state=settings.optimizer_state),

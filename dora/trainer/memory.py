@@ -77,7 +77,7 @@ def memory_errors(device: torch.device, *, during: str, change: str) -> Iterator
 def train_in_memory(batch: MicroBatch, settings: TrainerSettings, device: torch.device) -> AbstractContextManager[None]:
     """Return `memory_errors` for a micro-batch."""
     longest = int(batch.lengths.max(initial=0))
-    if longest < settings.micro_batch_tokens:
+    if longest < settings.micro_batch_tokens * settings.context_ranks:
         change = f"lower trainer.micro_batch_tokens, which is {settings.micro_batch_tokens}"
     else:
         change = "lower rollout.max_new_tokens"

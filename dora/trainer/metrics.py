@@ -91,7 +91,9 @@ _BIN_WIDTH = 2 * MAX_LOG_RATIO / (_BINS - 1)
 class StepSums:
     """The sums of one step on one rank, one row per lag."""
 
-    def __init__(self, *, max_staleness: int, device: torch.device) -> None:
+    def __init__(self, *, max_staleness: int, device: torch.device, ranks_per_batch: int = 1) -> None:
+        """`ranks_per_batch`: number of ranks that have the same micro-batches, and so the same sums."""
+        self._ranks_per_batch = ranks_per_batch
         self._sums = torch.zeros(max_staleness + 1, len(_COLUMNS), dtype=torch.float64, device=device)
         self._extremes = torch.full((max_staleness + 1, 2), -math.inf, dtype=torch.float64, device=device)  # of ±log k
         self._bins = torch.zeros(max_staleness + 1, _BINS, dtype=torch.float64, device=device)  # tokens by log k
@@ -129,7 +131,7 @@ class StepSums:
     def reduce_update(self) -> dict[str, float]:
         """Return the objective's sums of the update that ends, over all ranks, and reset them; a collective."""
         dist.all_reduce(self._update_sums)
-        totals = dict(zip(SUMS, self._update_sums.tolist(), strict=True))
+        totals = dict(zip(SUMS, (self._update_sums / self._ranks_per_batch).tolist(), strict=True))
         self._update_sums.zero_()
         return totals
 
@@ -139,6 +141,7 @@ class StepSums:
         parts = [extra.to(self._sums.device), self._sums.flatten(), self._bins.flatten()]
         flat = torch.cat(parts)
         dist.all_reduce(flat)
+        flat /= self._ranks_per_batch
         dist.all_reduce(self._extremes, op=dist.ReduceOp.MAX)
         extra, sums, bins = flat.cpu().split([part.numel() for part in parts])
         step_tokens, padding, busy_s = extra.tolist()
@@ -149,7 +152,7 @@ class StepSums:
             measured=self._measured,
             step_tokens=step_tokens,
             padding=padding,
-            busy_s=busy_s / dist.get_world_size(),
+            busy_s=busy_s * self._ranks_per_batch / dist.get_world_size(),
         )
 
 

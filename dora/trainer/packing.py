@@ -3,11 +3,13 @@
 A packed row has all sequences of a pass one after the other. Sequences with the same prompt may share it: the row then
 has the prompt once, followed by the responses, each of which has positions that continue those of the prompt. A padded
 row has one sequence per line, padded on the right. It is for models with layers that carry state from one token to the
-next: in a packed row the state of one sequence would reach the next.
+next: in a packed row the state of one sequence would reach the next. Several ranks may divide a packed row: each knows
+all of it and computes one slice, and padding at the end makes the slices equal.
 
 Invariant: only positions that predict a trained token reach the loss, so that values at masked positions (NaN included)
 have no effect.
-Legend: B lines of the row (1 if packed), T tokens of a line, P trained tokens, N segments, n sequences.
+Legend: B lines of the row (1 if packed), T tokens of a line, P trained tokens, p those that a slice predicts, N
+segments, n sequences.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dora.errors import ConfigError
+from dora.trainer.context import Context
 
 #: Sequences share a padded row while the longest is at most this much longer than the shortest, plus SLACK tokens. So
 #: padding is at most a third of a row of long sequences, and short ones do not need many passes.
@@ -43,6 +46,13 @@ class Layout:
     rope_limit: int | None = None
     #: Sequences share their prompt if they would otherwise have more than this many times as many tokens.
     share_above: float = math.inf
+    #: The ranks of which each has a slice of every row; None: a rank has rows by itself.
+    context: Context | None = None
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that compute a row."""
+        return self.context.size if self.context is not None else 1
 
     def is_long(self, length: int) -> bool:
         """Return whether a sequence is beyond `rope_limit`."""
@@ -92,6 +102,8 @@ class Row:
     predictors_P: Tensor  # int64: indices into B x T, flattened, whose logits predict a trained token
     targets_P: Tensor  # int64: these tokens
     padded: bool = False
+    context: Context | None = None  # the ranks that divide the row, whose length T is a multiple of their number
+    own_p: Tensor | None = None  # with `context`: int64 indices into P, those predicted in this rank's slice
 
     @property
     def num_padding(self) -> int:
@@ -123,18 +135,25 @@ def make_row(
     else:
         at, segments = _pack(lengths_n, starts, prompts_of(tokens, lengths=lengths_n, trained=trained), layout)
         num_lines, width = 1, int(at.max()) + 1
+    width += -width % layout.ranks
     tokens_BT = np.zeros((num_lines, width), np.int64)
     tokens_BT.flat[at] = tokens
-    positions_BT = np.tile(np.arange(width), (num_lines, 1))
+    positions_BT = np.tile(np.arange(width) * layout.padded, (num_lines, 1))  # after a packed row, all are 0
     positions_BT.flat[at] = positions
+    predictors_P = at[trained - 1]
+    own_p = None
+    if layout.context is not None:
+        own_p = np.flatnonzero(predictors_P // (width // layout.ranks) == layout.context.rank)
     return Row(
         tokens_BT=torch.from_numpy(tokens_BT).to(device),
         positions_BT=torch.from_numpy(positions_BT).to(device),
         lengths=tuple(int(length) for length, _ in segments),
         prompts=tuple(prompt for _, prompt in segments),
-        predictors_P=torch.from_numpy(at[trained - 1]).to(device),
+        predictors_P=torch.from_numpy(predictors_P).to(device),
         targets_P=torch.from_numpy(tokens[trained].astype(np.int64)).to(device),
         padded=layout.padded,
+        context=layout.context,
+        own_p=None if own_p is None else torch.from_numpy(own_p).to(device),
     )
 
 

@@ -114,7 +114,7 @@ class Probe:
         sums = self._sums
         self._begin()
         dist.all_reduce(sums)
-        engine_tokens, engine_k3, tokens, drift, drift_k3 = sums.tolist()
+        engine_tokens, engine_k3, tokens, drift, drift_k3 = (sums / self._layout.ranks).tolist()
         metrics = {"probe_tokens": tokens, "probe_skipped": float(is_skipped)}
         if engine_tokens:
             metrics["engine_mismatch_k3"] = engine_k3 / engine_tokens

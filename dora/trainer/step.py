@@ -179,7 +179,7 @@ class Trainer:
             prompts=prompts,
             owners=self._owners(batch).tolist(),
             layout=self._layout,
-            budget=self._settings.micro_batch_tokens,
+            budget=self._settings.micro_batch_tokens * self._layout.ranks,
         ) or [[]]
         if self._policy.meets_in_passes:
             most = torch.tensor(len(passes), device=self._policy.device)
@@ -235,7 +235,7 @@ class Trainer:
         self._sums.padding += row.num_padding
         if self._probe is not None and batch.update == 0:
             self._probe.add(batch, members, current_P, targets.behavior_P)
-        if self._settings.sends_logprobs and 0 in members:
+        if self._settings.sends_logprobs and 0 in members and self._rank % self._layout.ranks == 0:
             self._send_logprobs(batch, members, current_P)
 
     def _await_ranks(self) -> None:
@@ -329,7 +329,11 @@ class Trainer:
         self._write_wait_s = 0.0
         self._updates: list[Update] = []
         self._before: dict[str, Tensor] | None = None  # the state before the step; None until its first update
-        self._sums = StepSums(max_staleness=self._settings.max_staleness, device=self._policy.device)
+        self._sums = StepSums(
+            max_staleness=self._settings.max_staleness,
+            device=self._policy.device,
+            ranks_per_batch=self._layout.ranks,
+        )
 
     # ---- weights and state ------------------------------------------------------------------------------------------
 

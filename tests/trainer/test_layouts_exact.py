@@ -1,11 +1,12 @@
-"""Gradients and weights do not depend on how the ranks share the weights, in float64.
+"""Gradients, weights and metrics do not depend on how the ranks share weights and rows, in float64.
 
-Masters, reductions, moments and head are in float64, so that a sum which is wrong stands out from rounding. Each update
-has three accumulated passes.
+Masters, reductions, moments and head are in float64, and so is what the models compute in float32, so that a sum which
+is wrong stands out from rounding. Each update has three accumulated passes.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,44 +20,56 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from conftest import SETTINGS, Answer, chain_of, in_history, make_batch, make_groups, mini_batches
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
 
 from dora.model_config import load_config
 from dora.trainer import model as policy_module
+from dora.trainer.context import Context, make_context
 from dora.trainer.meshes import make_mesh
 from dora.trainer.model import Policy
 from dora.trainer.packing import Layout
 from dora.trainer.step import Trainer
-from dora.transport.messages import Configure
+from dora.transport.messages import Configure, StepDone
 from tests.families import make_model
 from tests.trainer.publishing import Unpublished, make_saver, whole
 
 STEPS: Final = 3
 PASSES: Final = 3
+#: Metrics of time, and of padding.
+OF_LAYOUT: Final = {"busy_s", "close_s", "write_wait_s", "useful_frac", "padding_frac"}
 #: Of float64, for sums in another order; relative to the gradient, and to the learning rate times updates.
 TOLERANCE: Final = 1e-10
 
 
 class Sharing(NamedTuple):
-    """How ranks share the weights."""
+    """How ranks share weights and rows."""
 
     ranks: int
     shard_ranks: int
     gathered: bool = True
-    expert_ranks: int = 1
+    context: int = 1  # ranks that divide each row
+    experts: int = 1  # ranks that divide the experts
 
 
-ALONE, SHARDED_2, SHARDED_4 = Sharing(1, 1), Sharing(2, 2), Sharing(4, 4)
-ALL_WEIGHTS: Final = (SHARDED_2, Sharing(2, 1), SHARDED_4, Sharing(4, 2), Sharing(4, 2, gathered=False))
+ALONE: Final = Sharing(1, 1)
+WHOLE: Final = (Sharing(2, 2), Sharing(2, 1), Sharing(4, 4), Sharing(4, 2), Sharing(4, 2, gathered=False))
+CONTEXT: Final = (
+    *(Sharing(2, 2, context=2), Sharing(4, 4, context=4)),
+    *(Sharing(4, 4, gathered=False, context=2), Sharing(4, 2, context=2)),
+)
 EXPERTS: Final = (
-    Sharing(2, 2, expert_ranks=2), Sharing(4, 4, expert_ranks=2), Sharing(4, 2, expert_ranks=2),
-    Sharing(4, 4, expert_ranks=4, gathered=False), Sharing(4, 4, expert_ranks=2, gathered=False),
-)  # fmt: skip
-#: Norms of queries and keys; windows, with a tied head; experts with a shared one.
+    *(Sharing(2, 2, experts=2), Sharing(4, 4, experts=2), Sharing(4, 2, experts=2)),
+    *(Sharing(4, 4, gathered=False, experts=2), Sharing(4, 4, gathered=False, experts=4)),
+)
+SHARINGS: Final = (*WHOLE, *CONTEXT, *EXPERTS)
+#: Norms of queries and keys; windows, with a tied head; experts with a shared one; experts with sinks. All have four
+#: heads, and two of keys.
 FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "qwen3": {},
     "gemma3_text": {"tie_word_embeddings": True},
     "qwen2_moe": {},
-    "gpt_oss": {"sliding_window": 128},
+    "gpt_oss": {},
 }
 PLAIN: Final = {"max_grad_norm": 1e9, "micro_batch_tokens": 100_000, "warmup_steps": 0}
 THREE: Final = {**PLAIN, "updates": 2, "objective": '{"kl_coefficient": 0.1}'}
@@ -65,12 +78,9 @@ CASES: Final = (
     ("qwen3", "shared"),
     ("gemma3_text", "plain"),
     ("qwen2_moe", "three"),
-    ("gpt_oss", "plain"),
+    ("gpt_oss", "shared"),
 )
-#: Those in which a sequence does not depend on the others of its row. Over windows and shared prompts it does, at 1e-7;
-#: so these are compared only between layouts of as many ranks, which have the same rows.
-INDEPENDENT: Final = (("qwen3", "plain"), ("qwen2_moe", "three"))
-OF_EXPERTS: Final = (("qwen2_moe", "three"), ("gpt_oss", "plain"))
+OF_EXPERTS: Final = (("qwen2_moe", "three"), ("gpt_oss", "shared"))
 
 
 @dataclass
@@ -79,6 +89,7 @@ class Found:
 
     gradients: list[dict[str, Tensor]] = field(default_factory=list)  # of each update, whole
     weights: dict[str, Tensor] = field(default_factory=dict)  # at the end
+    metrics: list[dict[str, float]] = field(default_factory=list)  # of each step
 
 
 class Observed(Trainer):
@@ -96,31 +107,34 @@ class Observed(Trainer):
         """Write nothing."""
 
 
-def train(folder: Path, kind: str, sharing: Sharing) -> Found:
+def train(folder: Path, kind: str, sharing: Sharing, mesh: DeviceMesh, context: Context | None) -> Found:
     policy_module.MASTER_DTYPE = torch.float64
     policy_module.load_config = with_eager_experts
     policy_module.GATHERED_BYTES = 2**31 if sharing.gathered else 0
-    settings = msgspec.structs.replace(SETTINGS, **(THREE if kind == "three" else PLAIN))
+    changes: dict[str, Any] = THREE if kind == "three" else PLAIN
+    settings = msgspec.structs.replace(SETTINGS, **changes, context_ranks=sharing.context)
     order = Configure(
         run_id="exact", model_path=str(folder), settings=settings, memory_root="", durable_root="", checkpoints="",
         resume_from=(), may_start_over=False, chain=chain_of(0), epoch=0, fence="",
     )  # fmt: skip
-    mesh = make_mesh("cpu", shard_ranks=sharing.shard_ranks, expert_ranks=sharing.expert_ranks)
     policy = Policy(folder, mesh=mesh, dtype=torch.float64)
+    found = Found()
+    layout = Layout(share_above=0.0 if kind == "shared" else 1e9, context=context)
     trainer = Observed(
-        order, end=Silent(), policy=policy, layout=Layout(share_above=0.0 if kind == "shared" else 1e9),  # type: ignore[arg-type]
+        order, end=Listener(found), policy=policy, layout=layout,  # type: ignore[arg-type]
         publisher=Unpublished(), saver=make_saver(order),  # type: ignore[arg-type]
     )  # fmt: skip
-    trainer.found = Found()
+    trainer.found = found
     trainer.start()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    group, groups = dist.get_rank() // sharing.context, dist.get_world_size() // sharing.context
     for step in range(STEPS):
         waves = list(waves_of(make_groups(4, version=step, seed=step), updates=settings.updates))
         for index, (update, answers, closes) in enumerate(waves):
-            batch = make_batch(answers[rank::ranks], step=step, index=index, last=index == len(waves) - 1)
-            trainer.train(in_history(msgspec.structs.replace(batch, update=update, closes=closes)))
-    trainer.found.weights = {name: whole(parameter) for name, parameter in policy.model.named_parameters()}
-    return trainer.found
+            batch = make_batch(answers[group::groups], step=step, index=index, last=index == len(waves) - 1)
+            with InFloat64():
+                trainer.train(in_history(msgspec.structs.replace(batch, update=update, closes=closes)))
+    found.weights = {name: whole(parameter) for name, parameter in policy.model.named_parameters()}
+    return found
 
 
 def waves_of(answers: Sequence[Answer], *, updates: int) -> Iterator[tuple[int, list[Answer], bool]]:
@@ -136,23 +150,47 @@ def with_eager_experts(folder: Path) -> Any:
     return config
 
 
-class Silent:
+class InFloat64(TorchFunctionMode):
+    """In this context, float64 takes the place of float32, also in norms and angles."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        args = [torch.float64 if value is torch.float32 else value for value in args]
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+@dataclass
+class Listener:
+    """Keeps the metrics that are sent."""
+
+    found: Found
+
     def send(self, message: object) -> None:
-        """Send nothing."""
+        if isinstance(message, StepDone):
+            self.found.metrics.append(dict(message.metrics))
 
 
 def _rank(rank: int, root: Path) -> None:
     torch.set_num_threads(1)
-    for number, sharing in enumerate((ALONE, *ALL_WEIGHTS, *EXPERTS)):
+    for number, sharing in enumerate((ALONE, *SHARINGS)):
         if rank < sharing.ranks:
             store = dist.FileStore(str(root / f"store-{number}"), sharing.ranks)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=sharing.ranks)
-            for family, kind in OF_EXPERTS if sharing.expert_ranks > 1 else CASES:
-                found = train(root / family, kind, sharing)
+            mesh = make_mesh("cpu", shard_ranks=sharing.shard_ranks, expert_ranks=sharing.experts)
+            context = make_context(sharing.context)
+            for family, kind in cases_of(sharing):
+                found = train(root / family, kind, sharing, mesh, context)
                 if rank == 0:
-                    torch.save((found.gradients, found.weights), file_of(root, family, kind, sharing))
+                    saved = found.gradients, found.weights, found.metrics
+                    torch.save(saved, file_of(root, family, kind, sharing))
             dist.barrier()
             dist.destroy_process_group()
+
+
+def cases_of(sharing: Sharing) -> tuple[tuple[str, str], ...]:
+    return OF_EXPERTS if sharing.experts > 1 else CASES
 
 
 def file_of(root: Path, family: str, kind: str, sharing: Sharing) -> Path:
@@ -171,24 +209,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.deep
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("sharing", "like", "cases"),
-    [
-        (SHARDED_2, ALONE, INDEPENDENT),
-        (SHARDED_4, ALONE, INDEPENDENT),
-        (Sharing(2, 1), SHARDED_2, CASES),
-        (Sharing(4, 2), SHARDED_4, CASES),
-        (Sharing(4, 2, gathered=False), SHARDED_4, CASES),
-        *((sharing, ALONE, OF_EXPERTS) for sharing in EXPERTS),
-    ],
-    ids=str,
-)
-def test_gradients_and_weights_are_the_same(
-    trained: Path, sharing: Sharing, like: Sharing, cases: tuple[tuple[str, str], ...]
-) -> None:
-    for family, kind in cases:
-        expected, weights = torch.load(file_of(trained, family, kind, like), weights_only=True)
-        found, moved = torch.load(file_of(trained, family, kind, sharing), weights_only=True)
+@pytest.mark.parametrize("sharing", SHARINGS, ids=str)
+def test_gradients_and_weights_are_the_same(trained: Path, sharing: Sharing) -> None:
+    for family, kind in cases_of(sharing):
+        expected, weights, named = torch.load(file_of(trained, family, kind, ALONE), weights_only=True)
+        found, moved, metrics = torch.load(file_of(trained, family, kind, sharing), weights_only=True)
         assert len(found) == len(expected) == STEPS * (2 if kind == "three" else 1)
         for update, (here, there) in enumerate(zip(found, expected, strict=True)):
             for name, gradient in there.items():
@@ -197,3 +222,7 @@ def test_gradients_and_weights_are_the_same(
         for name, weight in weights.items():
             off = (moved[name] - weight).abs().max() / (SETTINGS.learning_rate * len(found))
             assert off < TOLERANCE, (family, kind, name, float(off))
+        for here, there in zip(metrics, named, strict=True):
+            assert here.keys() == there.keys()
+            for name in here.keys() - OF_LAYOUT:
+                assert math.isclose(here[name], there[name], rel_tol=1e-6, abs_tol=1e-9), (family, kind, name)
