@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,10 @@ from transformers.models.auto.modeling_auto import (
 
 from dora.errors import ConfigError
 from dora.model_config import load_config, text_config
-from dora.trainer import attention, checkpointing, experts
+from dora.trainer import attention, checkpointing, experts, tensor
 from dora.trainer.agreement import together
 from dora.trainer.loading import ModelFolder, Plan, load_shards, open_folder, plan
-from dora.trainer.meshes import EXPERT, Mesh
+from dora.trainer.meshes import GROUP, Mesh
 from dora.weights.file_plan import TensorSpec
 
 GATHERED_BYTES = 2 * 2**30  # float32 weights + gradients of the whole model on every rank
@@ -47,6 +47,14 @@ GATHERED_BYTES = 2 * 2**30  # float32 weights + gradients of the whole model on 
 ENCODERS = {**MODEL_FOR_MASKED_LM_MAPPING_NAMES, **MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}.keys()
 MASTER_DTYPE = torch.float32  # of the trained weights, their gradients and what is computed from them
 MAX_PARTS = 200_000  # 60 layers with 256 experts of three parameters each, none of them stacked, have 110,000
+
+
+class Units(NamedTuple):
+    """Modules that FSDP2 gathers together, apart from the layers that have them."""
+
+    divided: list[list[nn.Module]]  # among groups of ranks
+    of_heads: list[list[nn.Module]]  # not divided, but their gradients are those of a rank's heads
+    alike: int = 1  # number of ranks that have the same gradients of all other weights
 
 
 class ShardedModel:
@@ -81,8 +89,8 @@ class ShardedModel:
             self.vocab_size: int = self.model.config.get_text_config().vocab_size
             self.gathered = 8 * sum(p.numel() for p in self.model.parameters()) <= GATHERED_BYTES
             #: Whether ranks meet in every pass, so that all need the same number of passes.
-            self.meets_in_passes = not self.gathered or mesh.experts is not None
-            dispatching = experts.divide(self.model, mesh.experts[EXPERT]) if mesh.experts is not None else []
+            self.meets_in_passes = not self.gathered or mesh.divides == "experts"
+            units = self._divide()
             if compiled:
                 compile_layers(decoder_layers(self.model))
             checkpointing.apply_checkpointing(decoder_layers(self.model), activation_checkpointing)
@@ -94,8 +102,10 @@ class ShardedModel:
                 offload_policy=CPUOffloadPolicy(pin_memory=is_cuda) if on_host else OffloadPolicy(),
                 reshard_after_forward=not self.gathered,
             )
-            for stack in dispatching:  # routing weights keep their type
-                shard(stack, mesh=mesh.expert_shards, mp_policy=replace(precision, cast_forward_inputs=False))
+            for unit in units.divided:  # routing weights keep their type
+                shard(unit, mesh=mesh.shards, mp_policy=replace(precision, cast_forward_inputs=False))
+            for unit in units.of_heads:
+                shard(unit)
             for layer in sharding_units(self.model):
                 shard(layer)
             shard(self.model)
@@ -109,13 +119,25 @@ class ShardedModel:
                 name: TensorSpec(name, folder.dtype(name), folder.shape(name)) for name in self.plan.untrained
             }
             self.dequantised = folder.scales.keys()
+        differ: set[object] = {module for unit in (*units.divided, *units.of_heads) for module in unit}
         for module in self._sharded_modules():  # lazy initialization allocates the shards; see shards()
-            module.set_gradient_divide_factor(1.0)
+            module.set_gradient_divide_factor(1.0 if module in differ else float(units.alike))
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
             module.unshard()
             module.reshard()
         self.is_sharded = True
         self.model.eval()  # no dropout: the engine has none
+
+    def _divide(self) -> Units:
+        """Divide some of the weights among groups of ranks, before FSDP2 shards them."""
+        mesh = self.mesh
+        if mesh.divided is None:
+            return Units([], [])
+        if mesh.divides == "experts":
+            return Units([[stack] for stack in experts.divide(self.model, mesh.divided[GROUP])], [])
+        units = tensor.divide(self.model, decoder_layers(self.model), mesh.divided[GROUP])
+        of_heads = [unit.of_heads for unit in units if unit.of_heads]
+        return Units([unit.divided for unit in units], of_heads, alike=mesh.divided[GROUP].size())
 
     def load_shards(self, folder: ModelFolder) -> None:
         """Fill this rank's rows of every parameter, and all persistent buffers."""

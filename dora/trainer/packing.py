@@ -49,10 +49,18 @@ class Layout:
     #: The ranks of which each has a slice of every row; None: a rank has rows by itself.
     context: Context | None = None
 
+    #: Number of ranks that compute each row alike, since they divide the matrices.
+    alike: int = 1
+
+    @property
+    def slices(self) -> int:
+        """The number of ranks that divide a row."""
+        return self.context.size if self.context is not None else 1
+
     @property
     def ranks(self) -> int:
-        """The number of ranks that compute a row."""
-        return self.context.size if self.context is not None else 1
+        """The number of ranks that have the same rows."""
+        return self.slices * self.alike
 
     def is_long(self, length: int) -> bool:
         """Return whether a sequence is beyond `rope_limit`."""
@@ -135,7 +143,7 @@ def make_row(
     else:
         at, segments = _pack(lengths_n, starts, prompts_of(tokens, lengths=lengths_n, trained=trained), layout)
         num_lines, width = 1, int(at.max()) + 1
-    width += -width % layout.ranks
+    width += -width % layout.slices
     tokens_BT = np.zeros((num_lines, width), np.int64)
     tokens_BT.flat[at] = tokens
     positions_BT = np.tile(np.arange(width) * layout.padded, (num_lines, 1))  # after a packed row, all are 0
@@ -143,7 +151,7 @@ def make_row(
     predictors_P = at[trained - 1]
     own_p = None
     if layout.context is not None:
-        own_p = np.flatnonzero(predictors_P // (width // layout.ranks) == layout.context.rank)
+        own_p = np.flatnonzero(predictors_P // (width // layout.slices) == layout.context.rank)
     return Row(
         tokens_BT=torch.from_numpy(tokens_BT).to(device),
         positions_BT=torch.from_numpy(positions_BT).to(device),

@@ -13,7 +13,7 @@ are published as they were read, but for FP8, which gets the published type; ran
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from dora.trainer import buckets
 from dora.trainer.buckets import TYPES, rows_in
-from dora.trainer.loading import Conversion, as_published, own_rows, stacks_rows
+from dora.trainer.loading import Conversion, as_published, own_part, stacks_rows
+from dora.trainer.meshes import Part
 from dora.trainer.model import Policy
 from dora.weights.file_plan import TensorSpec
 
@@ -60,7 +61,9 @@ class Parts:
         trained = [one for one in policy.plan.conversions if not one.sources.keys() <= untrained]
         for target in (target for conversion in trained for target in conversion.targets):
             self._tensors[target] = policy.model.get_parameter_or_buffer(target).detach()
-        self._gathered = [one for one in trained if writers < self._world_size or not _is_local(one)]
+        self._gathered = [
+            one for one in trained if writers < self._world_size or not _is_local(one) or self._has_columns(one)
+        ]
         shards = [self._shard(one) for one in trained if one not in self._gathered]
         begin = len(shards) * self._rank // self._world_size  # ranks that write into one file wait for each other
         self._shards = [*shards[begin:], *shards[:begin]]
@@ -85,19 +88,21 @@ class Parts:
             return kept
         for number, conversion in enumerate(self._gathered):
             owner = number % self._writers
-            found = self._rows(conversion, owner) if conversion.converter is None else self._whole(conversion, owner)
+            is_of_rows = conversion.converter is None and not self._has_columns(conversion)
+            found = self._rows(conversion, owner) if is_of_rows else self._whole(conversion, owner)
             kept += [piece._replace(rows=piece.rows.to("cpu", copy=True)) for piece in found]
         return kept
 
     def _rows(self, conversion: Conversion, owner: int) -> Iterator[Piece]:
         """Yield, on the owner, the rows of all ranks, some of each rank at a time."""
         [name], [target] = conversion.sources, conversion.targets
-        local, most = self._local(target), max(map(len, self._rows_of(target)))
+        everyones = [part.rows for part in self._parts_of(target)]
+        local, most = self._local(target), max(map(len, everyones))
         step = rows_in(buckets.BUCKET_BYTES // self._world_size, local)
         for start in range(0, most, step):
             count = min(step, most - start)
             found = self._gather_to(owner, self._cast(name, local[start : start + count]), count)
-            for rows, values in zip(self._rows_of(target), found, strict=False):
+            for rows, values in zip(everyones, found, strict=False):
                 if own := rows[start : start + count]:
                     yield Piece(name, own.start, values[: len(own)])
 
@@ -107,10 +112,11 @@ class Parts:
         for target in conversion.targets:
             tensor = self._tensors[target]
             if isinstance(tensor, DTensor):
-                everyones = self._rows_of(target)
-                found = self._gather_to(owner, self._local(target), max(map(len, everyones)))
-                parts = [values[: len(rows)] for rows, values in zip(everyones, found, strict=False)]
-                tensor = torch.cat([parts[rank] for rank in _in_order(everyones)]) if parts else tensor
+                parts = self._parts_of(target)
+                found = self._gather_to(owner, self._local(target), max(len(part.rows) for part in parts))
+                tensor = torch.empty(tensor.shape if found else 0, dtype=tensor.dtype, device=tensor.device)
+                for part, values in zip(parts, found, strict=False):
+                    tensor[part.slices[: tensor.dim()]] = values[: len(part.rows)]
             tensors[target] = tensor
         if self._rank == owner:
             for name, tensor in as_published(self._policy.model, conversion, tensors).items():
@@ -144,11 +150,16 @@ class Parts:
 
     def _shard(self, conversion: Conversion) -> _Shard:
         tensor = self._tensors[conversion.targets[0]]
-        return _Shard(conversion, own_rows(tensor, self._rank).start, self._local(conversion.targets[0]))
+        return _Shard(conversion, own_part(tensor, self._rank).rows.start, self._local(conversion.targets[0]))
 
-    def _rows_of(self, target: str) -> list[range]:
-        """Return the rows of a tensor that each rank has."""
-        return [own_rows(self._tensors[target], rank) for rank in range(self._world_size)]
+    def _parts_of(self, target: str) -> list[Part]:
+        """Return the part of a tensor that each rank has."""
+        return [own_part(self._tensors[target], rank) for rank in range(self._world_size)]
+
+    def _has_columns(self, conversion: Conversion) -> bool:
+        """Return whether ranks have some columns of a tensor, so that their rows are not contiguous in a file."""
+        tensors = [self._tensors[target] for target in conversion.targets]
+        return any(tensor.dim() > 1 and len(own_part(tensor, 0).columns) < tensor.shape[1] for tensor in tensors)
 
     def _local(self, target: str) -> Tensor:
         tensor = self._tensors[target]
@@ -171,8 +182,3 @@ class Parts:
 def _is_local(conversion: Conversion) -> bool:
     """Return whether rows of the model can be published without the other rows."""
     return conversion.converter is None or stacks_rows(conversion.converter)
-
-
-def _in_order(everyones: Sequence[range]) -> list[int]:
-    """Return the ranks in the order of their rows."""
-    return sorted(range(len(everyones)), key=lambda rank: everyones[rank].start)

@@ -179,7 +179,7 @@ class Trainer:
             prompts=prompts,
             owners=self._owners(batch).tolist(),
             layout=self._layout,
-            budget=self._settings.micro_batch_tokens * self._layout.ranks,
+            budget=self._settings.micro_batch_tokens * self._layout.slices,
         ) or [[]]
         if self._policy.meets_in_passes:
             most = torch.tensor(len(passes), device=self._policy.device)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from dora.core.ids import VersionId
 from dora.trainer.checkpoint import Saver, Storage
 from dora.trainer.meeting import Meeting
-from dora.trainer.meshes import make_mesh, rows_of
+from dora.trainer.meshes import make_mesh, part_of
 from dora.trainer.model import Policy
 from dora.trainer.parts import Parts
 from dora.trainer.publish import Publisher, copy_model_files, make_files, write_piece
@@ -70,15 +70,15 @@ def whole(tensor: Tensor) -> Tensor:
         return tensor.detach()
     ranks = tensor.device_mesh.size()
     copies = math.prod(n for n, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if p.is_replicate())
-    everyones = [rows_of(tensor, rank) for rank in range(ranks // copies)]
-    mine = tensor.to_local().new_zeros(max(map(len, everyones)), *tensor.shape[1:])
+    parts = [part_of(tensor, rank) for rank in range(ranks // copies)]
     local = tensor.detach().to_local()
+    mine = local.new_zeros(max(len(part.rows) for part in parts), *local.shape[1:])
     mine[: len(local)] = local
     found = [torch.empty_like(mine) for _ in range(ranks)]
     dist.all_gather(found, mine)
     joined = torch.empty(tensor.shape, dtype=tensor.dtype)
-    for rows, values in zip(everyones, found, strict=False):
-        joined[rows.start : rows.stop] = values[: len(rows)]
+    for part, values in zip(parts, found, strict=False):
+        joined[part.slices[: joined.dim()]] = values[: len(part.rows)]
     return joined
 
 

@@ -50,6 +50,7 @@ class Sharing(NamedTuple):
     gathered: bool = True
     context: int = 1  # ranks that divide each row
     experts: int = 1  # ranks that divide the experts
+    tensor: int = 1  # ranks that divide the matrices
 
 
 ALONE: Final = Sharing(1, 1)
@@ -62,7 +63,11 @@ EXPERTS: Final = (
     *(Sharing(2, 2, experts=2), Sharing(4, 4, experts=2), Sharing(4, 2, experts=2)),
     *(Sharing(4, 4, gathered=False, experts=2), Sharing(4, 4, gathered=False, experts=4)),
 )
-SHARINGS: Final = (*WHOLE, *CONTEXT, *EXPERTS)
+TENSOR: Final = (
+    *(Sharing(2, 2, tensor=2), Sharing(4, 4, tensor=2)),
+    *(Sharing(4, 2, tensor=2), Sharing(4, 4, gathered=False, tensor=2)),
+)
+SHARINGS: Final = (*WHOLE, *CONTEXT, *EXPERTS, *TENSOR)
 #: Norms of queries and keys; windows, with a tied head; experts with a shared one; experts with sinks. All have four
 #: heads, and two of keys.
 FAMILIES: Final[dict[str, dict[str, Any]]] = {
@@ -80,6 +85,7 @@ CASES: Final = (
     ("qwen2_moe", "three"),
     ("gpt_oss", "shared"),
 )
+OF_MATRICES: Final = (("qwen3", "plain"), ("qwen3", "shared"), ("gemma3_text", "plain"))
 OF_EXPERTS: Final = (("qwen2_moe", "three"), ("gpt_oss", "shared"))
 
 
@@ -119,14 +125,14 @@ def train(folder: Path, kind: str, sharing: Sharing, mesh: DeviceMesh, context: 
     )  # fmt: skip
     policy = Policy(folder, mesh=mesh, dtype=torch.float64)
     found = Found()
-    layout = Layout(share_above=0.0 if kind == "shared" else 1e9, context=context)
+    layout = Layout(share_above=0.0 if kind == "shared" else 1e9, context=context, alike=sharing.tensor)
     trainer = Observed(
         order, end=Listener(found), policy=policy, layout=layout,  # type: ignore[arg-type]
         publisher=Unpublished(), saver=make_saver(order),  # type: ignore[arg-type]
     )  # fmt: skip
     trainer.found = found
     trainer.start()
-    group, groups = dist.get_rank() // sharing.context, dist.get_world_size() // sharing.context
+    group, groups = dist.get_rank() // layout.ranks, dist.get_world_size() // layout.ranks
     for step in range(STEPS):
         waves = list(waves_of(make_groups(4, version=step, seed=step), updates=settings.updates))
         for index, (update, answers, closes) in enumerate(waves):
@@ -178,7 +184,9 @@ def _rank(rank: int, root: Path) -> None:
         if rank < sharing.ranks:
             store = dist.FileStore(str(root / f"store-{number}"), sharing.ranks)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=sharing.ranks)
-            mesh = make_mesh("cpu", shard_ranks=sharing.shard_ranks, expert_ranks=sharing.experts)
+            mesh = make_mesh(
+                "cpu", shard_ranks=sharing.shard_ranks, expert_ranks=sharing.experts, tensor_ranks=sharing.tensor
+            )
             context = make_context(sharing.context)
             for family, kind in cases_of(sharing):
                 found = train(root / family, kind, sharing, mesh, context)
@@ -190,7 +198,7 @@ def _rank(rank: int, root: Path) -> None:
 
 
 def cases_of(sharing: Sharing) -> tuple[tuple[str, str], ...]:
-    return OF_EXPERTS if sharing.experts > 1 else CASES
+    return OF_EXPERTS if sharing.experts > 1 else OF_MATRICES if sharing.tensor > 1 else CASES
 
 
 def file_of(root: Path, family: str, kind: str, sharing: Sharing) -> Path:
