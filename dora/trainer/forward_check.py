@@ -115,7 +115,7 @@ def check_training(
     found = check_forward(
         model, device=device, dtype=dtype, shared_prompts=shared_prompts, longest=longest, context=context
     )
-    sequences = sequences_for(model.config, longest=-(-longest // found.layout.ranks))
+    sequences = sequences_for(model.config, longest=-(-longest // found.layout.slices))
     expected = _gradients(policy, sequences, None)
 
     def error_of(layout: Layout) -> float:
@@ -236,7 +236,7 @@ def _gradients(policy: Policy, sequences: Sequences, layout: Layout | None) -> d
     """Return the gradients of a sum of all log-probs, each with its own weight, and leave the policy as it was."""
     responses = sequences.responses
     weights = torch.linspace(-1.0, 1.0, sum(responses), device=policy.device).split(responses)
-    ranks = 1 if layout is None else layout.ranks  # each has a part of the gradient, where it would have all of it
+    ranks = 1 if layout is None else layout.slices  # each has a part of the gradient, where it would have all of it
     for members, row in sequences.rows(layout, policy.device):
         policy.prepare(closes_update=True)
         weight_P = torch.cat([weights[n] for n in members]) * ranks
