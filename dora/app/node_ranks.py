@@ -51,8 +51,9 @@ class NodeRanks:
         self._each = config.ranks_of_node
         #: Number of ranks that share one copy of the weights; 0: all ranks.
         self._shard_ranks = config.shard_ranks if config.trainer.parallel.replicate > 1 else 0
-        self._groups = config.trainer.parallel.expert
-        together = self._shard_ranks or self._groups  # only a multiple of this many ranks can train
+        parallel = config.trainer.parallel
+        self._groups = parallel.expert, parallel.tensor
+        together = self._shard_ranks or parallel.expert  # only a multiple of this many ranks can train
         self._nodes_at_once = together // math.gcd(together, self._each)
         at_least = -(-(config.trainer.min_ranks or config.trainer.ranks) // self._each)
         self._fewest = -(-at_least // self._nodes_at_once) * self._nodes_at_once
@@ -146,7 +147,8 @@ class NodeRanks:
             if manifest is not None:
                 num_files = self._shard_ranks or self._each * len(self._active)
                 needed = sorted({rank % num_files for rank in self._ranks_of(number)})
-                is_own = (manifest.world_size, manifest.groups) == (num_files, self._groups)
+                written_by = manifest.world_size, (manifest.expert_ranks, manifest.tensor_ranks)
+                is_own = written_by == (num_files, self._groups)
                 ranks = needed if is_own else range(manifest.world_size)
                 found[folder.name] = FolderOrder(
                     files=manifest.files(ranks),

@@ -89,6 +89,7 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
         shard_ranks=config.shard_ranks if config.trainer.parallel.replicate > 1 else 0,
         expert_ranks=config.trainer.parallel.expert,
         context_ranks=config.trainer.parallel.context,
+        tensor_ranks=config.trainer.parallel.tensor,
         beta1=beta1,
         beta2=beta2,
         probe_tokens=PROBE_TOKENS if config.trainer.probe_every and samples_once else 0,
@@ -130,6 +131,7 @@ _WITHOUT_EFFECT = (
     "shard_ranks",
     "expert_ranks",
     "context_ranks",
+    "tensor_ranks",
     "shared_prompts",
     "activation_checkpointing",
     "compile",
@@ -244,7 +246,9 @@ def workload_of(config: Config) -> Workload:
             parallel_pushes=engine.max_parallel_pushes,
         ),
         train=TrainerModel(
-            devices_per_rank=trainer.parallel.context, micro_batch_tokens=config.pass_tokens, updates=trainer.updates
+            devices_per_rank=trainer.ranks // config.data_groups,
+            micro_batch_tokens=config.pass_tokens,
+            updates=trainer.updates,
         ),
     )
 

@@ -38,6 +38,7 @@ class _Forecast(TypedDict):
     copies: int
     copies_on_host: bool
     expert_ranks: int
+    tensor_ranks: int
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,12 @@ def _forecast(config: Config) -> _Forecast:
 
     count = count_copies(trainer_settings(config, max_staleness=config.max_staleness))
     trainer = config.trainer
-    return {"copies": count, "copies_on_host": trainer.copies == "host", "expert_ranks": trainer.parallel.expert}
+    return {
+        "copies": count,
+        "copies_on_host": trainer.copies == "host",
+        "expert_ranks": trainer.parallel.expert,
+        "tensor_ranks": trainer.parallel.tensor,
+    }
 
 
 def _try(config: Config, model: Path, mode: Mode, stack: ExitStack) -> Trial:

@@ -122,6 +122,7 @@ def _rank_problems(config: Config) -> Iterator[str]:
         yield f"trainer.parallel.replicate: {ranks} trainer.ranks cannot be divided into {copies} equal groups"
     else:
         yield from _group_problems(config)
+        yield from _matrix_problems(config)
     if (fewest := config.trainer.min_ranks) is not None:
         if config.num_training_nodes < 2:
             yield "trainer.min_ranks: no rank is left if the only host with ranks is lost; remove it"
@@ -131,7 +132,11 @@ def _rank_problems(config: Config) -> Iterator[str]:
 
 def _group_problems(config: Config) -> Iterator[str]:
     parallel, nodes = config.trainer.parallel, config.num_training_nodes
-    groups = {"expert": (parallel.expert, "experts"), "context": (parallel.context, "sequences")}
+    groups = {
+        "expert": (parallel.expert, "experts"),
+        "context": (parallel.context, "sequences"),
+        "tensor": (parallel.tensor, "matrices"),
+    }
     if len(divided := [f"trainer.parallel.{key}" for key, (size, _) in groups.items() if size > 1]) > 1:
         yield f"{divided[0]}: not together with {divided[1]}; set one of them to 1"
     for key, (size, what) in groups.items():
@@ -140,6 +145,15 @@ def _group_problems(config: Config) -> Iterator[str]:
             yield f"{ranks} must divide the {config.shard_ranks} ranks of a copy of the weights"
         elif key != "expert" and nodes and not config.trainer.ranks % nodes and config.ranks_of_node % size:
             yield f"{ranks} must be on one node, and a node has {config.ranks_of_node} ranks"
+
+
+def _matrix_problems(config: Config) -> Iterator[str]:
+    if config.trainer.parallel.tensor == 1:
+        return
+    if config.trainer.optimizer == "muon":
+        yield "trainer.parallel.tensor: not with trainer.optimizer = muon, which needs whole rows; use adamw"
+    if config.trainer.optimizer_state == "8bit":
+        yield "trainer.parallel.tensor: not with trainer.optimizer_state = 8bit, whose blocks it would cut; use device"
 
 
 def _node_problems(config: Config) -> Iterator[str]:

@@ -177,6 +177,9 @@ class ParallelConfig(Section):
     """Number of consecutive ranks that divide each sequence (Ulysses, arXiv 2309.14509), so that a rank keeps a part of
     its activations. In attention, each of them computes some of the heads over all tokens, so it must divide their
     number. Not for models with layers that carry state from token to token."""
+    tensor: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
+    """Number of consecutive ranks that divide the matrices of each layer (TP), which are not gathered over them. They
+    compute the same tokens, and sum activations four times a layer: for ranks with a fast link. For dense models."""
 
 
 class TrainerConfig(Section):
@@ -618,8 +621,8 @@ class Config(Section):
 
     @property
     def data_groups(self) -> int:
-        """Number of groups of ranks that train different micro-batches: `trainer.parallel.context` ranks each."""
-        return self.trainer.ranks // self.trainer.parallel.context
+        """Number of groups of ranks that train different micro-batches."""
+        return self.trainer.ranks // (self.trainer.parallel.context * self.trainer.parallel.tensor)
 
     @property
     def pass_tokens(self) -> int:

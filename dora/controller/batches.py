@@ -1,8 +1,8 @@
 """Conversion of a planned wave and its records into the arrays of `MicroBatch` (dora/transport/messages.py).
 
 A wave has as many parts as the run had groups of ranks when it began, so that its lineage never depends on the ranks.
-A group is one rank, or the ranks that divide each sequence. A resume may have fewer groups, which then train several
-parts each, or more, of which some then get nothing.
+A group is one rank, or the ranks that divide sequences or matrices. A resume may have fewer groups, which then train
+several parts each, or more, of which some then get nothing.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def build_wave(
     ]
 
 
-def spread(wave: Sequence[MicroBatch], *, num_ranks: int, context_ranks: int = 1) -> list[MicroBatch]:
-    """Return one MicroBatch for each of `num_ranks` ranks, of which `context_ranks` consecutive ones get the same."""
-    groups = num_ranks // context_ranks
+def spread(wave: Sequence[MicroBatch], *, num_ranks: int, ranks_per_part: int = 1) -> list[MicroBatch]:
+    """Return one MicroBatch for each of `num_ranks` ranks, of which `ranks_per_part` consecutive ones get the same."""
+    groups = num_ranks // ranks_per_part
     parts = wave
     if len(wave) != groups:
         parts = [_merge(wave[group::groups] or [_emptied(wave[0])]) for group in range(groups)]
-    return [part for part in parts for _ in range(context_ranks)]
+    return [part for part in parts for _ in range(ranks_per_part)]
 
 
 def _merge(parts: Sequence[MicroBatch]) -> MicroBatch:

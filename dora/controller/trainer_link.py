@@ -79,7 +79,7 @@ class _Start:
     incarnation: int
     num_ranks: int = 0  # 0 until they are started
     steps: int = 0  # of the run; 0 until they are configured
-    context_ranks: int = 1  # consecutive ranks that get the same micro-batches
+    ranks_per_part: int = 1  # consecutive ranks that get the same micro-batches
     outbox: asyncio.Queue[tuple[int, list[wire.MicroBatch]]] = field(default_factory=lambda: asyncio.Queue(OUTBOX_SIZE))
     ready: dict[int, StepId] = field(default_factory=dict)
     skipped: dict[str, None] = field(default_factory=dict)  # why checkpoints could not be loaded
@@ -194,7 +194,8 @@ class TrainerLink:
                 )
             for rank in range(start.num_ranks):
                 order = msgspec.structs.replace(self.configure(rank), incarnation=start.incarnation)
-                start.steps, start.context_ranks = order.settings.steps, order.settings.context_ranks
+                settings = order.settings
+                start.steps, start.ranks_per_part = settings.steps, settings.context_ranks * settings.tensor_ranks
                 if rank == (order.ranks_here or (0,))[0]:
                     if rank < (order.settings.shard_ranks or found):  # others only read
                         start.written[rank] = deque()
@@ -225,7 +226,7 @@ class TrainerLink:
         """Send the parts of a wave to the ranks once all are ready, waiting for space in each rank's window."""
         await self._start.all_ready.wait()
         start = self._start
-        parts = spread(wave, num_ranks=start.num_ranks, context_ranks=start.context_ranks)
+        parts = spread(wave, num_ranks=start.num_ranks, ranks_per_part=start.ranks_per_part)
         for rank, batch in enumerate(parts):
             await self.end.send(rank, batch)
 

@@ -39,7 +39,7 @@ from dora.trainer.agreement import gather_bytes, gather_flags, together
 from dora.trainer.buckets import TYPES, buckets_of
 from dora.trainer.full_disk import wait_for_space
 from dora.trainer.meeting import Meeting
-from dora.trainer.resharding import OwnRows, own_rows_of, read_rows
+from dora.trainer.resharding import Arrangement, Divided, Own, own_parts_of, read_parts
 from dora.trainer.side_stream import SideStream
 from dora.transport.messages import CheckpointWritten
 from dora.weights.checkpoints import (
@@ -67,12 +67,15 @@ class Storage:
 
     parent: Path  # folder of checkpoint folders, on this host or shared with others
     here: tuple[int, ...]  # ranks that share these folders; the first one begins and completes them
-    num_files: int  # of a checkpoint: that of ranks which have one copy of the state together
+    arrangement: Arrangement  # of the ranks that have one copy of the state together
     device: torch.device  # of collectives
     meeting: Meeting  # of all ranks, for their threads that save
     fence: Callable[[], None]
-    groups: int = 1  # of experts: number of consecutive ranks that divide the parameters `experts`
-    experts: frozenset[str] = frozenset()
+    divided: Divided | None = None
+
+    @property
+    def num_files(self) -> int:
+        return self.arrangement.num_files
 
     @property
     def is_first(self) -> bool:
@@ -89,7 +92,7 @@ class Storage:
 
     def wrote(self, manifest: CheckpointManifest) -> bool:
         """Return whether ranks in this arrangement wrote a checkpoint, so that each loads its own file."""
-        return (manifest.world_size, manifest.groups) == (self.num_files, self.groups)
+        return arrangement_of(manifest) == self.arrangement
 
     @property
     def files(self) -> tuple[int, ...]:
@@ -145,7 +148,11 @@ def save(storage: Storage, *, step: StepId, chain: str, tensors: Mapping[str, Te
     about = wait_for_space(partial(_write_own, written, storage, tensors, what)) if storage.writes else ""
     abouts = [one.split() for one in meeting.gather(about, what="the files of a checkpoint")]
     states, sizes, of_files = ([*column] for column in zip(*abouts[: storage.num_files], strict=True))
-    manifest = CheckpointManifest(step, storage.num_files, chain, states, [*map(int, sizes)], of_files, storage.groups)
+    arrangement = storage.arrangement
+    manifest = CheckpointManifest(
+        step, storage.num_files, chain, states, [*map(int, sizes)], of_files,
+        expert_ranks=arrangement.expert_ranks, tensor_ranks=arrangement.tensor_ranks,
+    )  # fmt: skip
     if begins:
         wait_for_space(partial(_complete, written, manifest, what))
         with clear_errors(what):
@@ -155,6 +162,11 @@ def save(storage: Storage, *, step: StepId, chain: str, tensors: Mapping[str, Te
             files.sync_folder(storage.parent)
     meeting.gather(what="the end of a checkpoint")
     return SavedFiles.of(target, manifest, storage.written)
+
+
+def arrangement_of(manifest: CheckpointManifest) -> Arrangement:
+    """Return the arrangement of the ranks that wrote a checkpoint."""
+    return Arrangement(manifest.world_size, manifest.expert_ranks, manifest.tensor_ranks)
 
 
 def _is_of(manifest: CheckpointManifest, tensors: Mapping[str, Tensor], storage: Storage) -> bool:
@@ -216,15 +228,13 @@ def load(storage: Storage, paths: Sequence[Path], *, tensors: Mapping[str, Tenso
     checkpoint is left and `may_start_over`, `tensors` stay as they are, for step 0.
     """
     skipped: list[str] = []
-    rows = own_rows_of(
-        tensors, num_files=storage.num_files, device=storage.device, groups=storage.groups, experts=storage.experts
-    )
+    own = own_parts_of(tensors, storage.arrangement, device=storage.device, divided=storage.divided)
     for path in paths:
         reason = ""
         manifest = together(partial(_read_manifest, path, storage), device=storage.device)
         try:
             _require_same(path, manifest, device=storage.device)
-            stored = _read(path, manifest, storage, tensors=tensors, rows=rows)
+            stored = _read(path, manifest, storage, tensors=tensors, own=own)
         except Damaged as err:
             reason = str(err)
         undamaged = gather_flags(not reason, device=storage.device)
@@ -258,8 +268,9 @@ def _read_manifest(path: Path, storage: Storage) -> CheckpointManifest | None:
     manifest = read_manifest(path, ranks=storage.files if is_own else None)
     if manifest is None and not is_own and len(storage.here) < dist.get_world_size():
         files_of = f"{path} was written by {found.world_size} ranks, whose files are not all on this host"
-        if found.groups != storage.groups:
-            raise ConfigError(f"{files_of}; set trainer.parallel.expert to {found.groups}")
+        for key in ("expert", "tensor"):
+            if (ranks := getattr(found, f"{key}_ranks")) != getattr(storage.arrangement, f"{key}_ranks"):
+                raise ConfigError(f"{files_of}; set trainer.parallel.{key} to {ranks}")
         raise ConfigError(f"{files_of}; set trainer.ranks to that number")
     if manifest is None or path != folder_of(path.parent, step=manifest.step, chain=manifest.chain):
         return None
@@ -280,14 +291,14 @@ def _read(
     storage: Storage,
     *,
     tensors: Mapping[str, Tensor],
-    rows: Mapping[str, OwnRows],
+    own: Mapping[str, Own],
 ) -> dict[str, Tensor]:
     """Return this rank's part of a checkpoint, verified against its checksum."""
     rank = storage.own_file
     if manifest is None:
         raise Damaged(f"{path} is incomplete")
     if not storage.wrote(manifest):
-        return _read_others(path, manifest, tensors=tensors, rows=rows, experts=storage.experts)
+        return _read_others(path, manifest, tensors=tensors, own=own, divided=storage.divided)
     try:
         stored = load_file(rank_file(path, rank))
     except (OSError, SafetensorError) as err:
@@ -309,8 +320,8 @@ def _read_others(
     manifest: CheckpointManifest,
     *,
     tensors: Mapping[str, Tensor],
-    rows: Mapping[str, OwnRows],
-    experts: frozenset[str],
+    own: Mapping[str, Own],
+    divided: Divided | None,
 ) -> dict[str, Tensor]:
     """Return this rank's part of a checkpoint of ranks in another arrangement; it verifies its share of the files."""
     paths = [rank_file(path, rank) for rank in range(manifest.world_size)]
@@ -318,7 +329,7 @@ def _read_others(
         for written_by in range(dist.get_rank(), manifest.world_size, dist.get_world_size()):
             if checksum_of(paths[written_by]) != manifest.file_checksums[written_by]:
                 raise Damaged(f"{paths[written_by]} does not match its checksum")
-        return read_rows(paths, tensors=tensors, rows=rows, groups=manifest.groups, experts=experts)
+        return read_parts(paths, arrangement_of(manifest), tensors=tensors, own=own, divided=divided)
     except (OSError, SafetensorError, ForeignFileError) as err:
         raise Damaged(f"{path} is damaged ({err})") from err
 

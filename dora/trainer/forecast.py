@@ -34,6 +34,7 @@ from dora.trainer.live_bytes import LiveBytes
 from dora.trainer.logprobs import few_tiles, logprobs
 from dora.trainer.optimizer import MomentBytes, roles_of
 from dora.trainer.packing import PACKED, Layout, Row, make_row
+from dora.trainer.tensor import divided_parameters, require_tensor
 
 #: Models with at most this many bytes of weights run with data, which takes a tenth of the time.
 WITH_DATA: Final = 2**26
@@ -86,6 +87,7 @@ class Outline:
         copies: int = 0,
         copies_on_host: bool = False,
         expert_ranks: int = 1,
+        tensor_ranks: int = 1,
     ) -> None:
         """`dtype`: of the computation. `moments`: of the optimizer on the device. `copies`: number of policies in
         addition to the trained one (dora/trainer/copies.py). `expert_ranks`: that divide the experts, of whose tokens
@@ -99,8 +101,12 @@ class Outline:
         layers = list(policy.decoder_layers(self._model))
         if expert_ranks > 1:
             require_experts(self._model, ranks=expert_ranks)
-        divided = set(expert_parameters(self._model).values())
-        absent = {unit: _size(unit, divided) * (expert_ranks - 1) // expert_ranks for unit in (self._model, *layers)}
+        if tensor_ranks > 1:
+            require_tensor(self._model, ranks=tensor_ranks)
+        groups = expert_ranks * tensor_ranks  # one of them is 1
+        of_groups = expert_parameters(self._model) if expert_ranks > 1 else divided_parameters(self._model)
+        divided = {self._model.get_parameter(name) for name in of_groups}
+        absent = {unit: _size(unit, divided) * (groups - 1) // groups for unit in (self._model, *layers)}
         units = [_size(unit) - absent[unit] for unit in policy.sharding_units(self._model)]
         self.parameters = _size(self._model)  #: number
         self._gatherable = self.parameters - absent[self._model]  # number on one rank
@@ -208,6 +214,7 @@ def choose_mode(
     copies: int = 0,
     copies_on_host: bool = False,
     expert_ranks: int = 1,
+    tensor_ranks: int = 1,
 ) -> tuple[Mode, Forecast]:
     """Return the first mode of checkpointing whose forecast fits in `memory` bytes, or else the last one."""
     for mode in MODES:
@@ -219,6 +226,7 @@ def choose_mode(
             copies=copies,
             copies_on_host=copies_on_host,
             expert_ranks=expert_ranks,
+            tensor_ranks=tensor_ranks,
         )
         found = outline.forecast(tokens=tokens, longest=longest, ranks=ranks)
         if found.total <= FITS * memory:

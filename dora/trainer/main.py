@@ -12,6 +12,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,6 @@ from dora.trainer.checkpoint import Saver, Storage
 from dora.trainer.checkpointing import MODES, Mode
 from dora.trainer.context import make_context
 from dora.trainer.copies import count_copies
-from dora.trainer.experts import expert_parameters
 from dora.trainer.forecast import choose_mode
 from dora.trainer.forward_check import check_training
 from dora.trainer.full_disk import print_error
@@ -40,6 +40,7 @@ from dora.trainer.model import Policy, decoder_layers, require_device
 from dora.trainer.optimizer import moment_bytes
 from dora.trainer.publish import Publisher
 from dora.trainer.pulse import Pulse, beat_with
+from dora.trainer.resharding import Arrangement
 from dora.trainer.spans import RankClock, process_start
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, DeleteCheckpoint, MicroBatch, SaveCheckpoint, Stop, TrainerFailed
@@ -90,7 +91,12 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
     if settings.device == "cuda":
         torch.cuda.set_device(local_rank)
     first, second = _join("nccl" if settings.device == "cuda" else "gloo")
-    mesh = make_mesh(settings.device, shard_ranks=settings.shard_ranks, expert_ranks=settings.expert_ranks)
+    mesh = make_mesh(
+        settings.device,
+        shard_ranks=settings.shard_ranks,
+        expert_ranks=settings.expert_ranks,
+        tensor_ranks=settings.tensor_ranks,
+    )
     context = make_context(settings.context_ranks)
     if settings.device != "cuda":
         _stop_listening()
@@ -120,7 +126,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
             order,
             end=end,
             policy=policy,
-            layout=checked.layout,
+            layout=replace(checked.layout, alike=settings.tensor_ranks),
             publisher=_publisher(order, end, policy, PrefixStore("versions", first), fail),
             saver=_saver(order, end, policy, PrefixStore("checkpoints", second), fail),
             clock=clock,
@@ -165,6 +171,7 @@ def _checkpointing(order: Configure, device: torch.device) -> tuple[Mode, str]:
             copies=count_copies(settings),
             copies_on_host=settings.copies == "host",
             expert_ranks=settings.expert_ranks,
+            tensor_ranks=settings.tensor_ranks,
         )
         chosen.fill_(MODES.index(mode))
         figures = f"a rank is forecast to take {found.total / 2**30:.1f} of {int(memory) / 2**30:.1f} GB"
@@ -226,9 +233,8 @@ def _saver(
     storage = Storage(
         parent=Path(order.checkpoints),
         here=order.ranks_here or tuple(range(size)),
-        num_files=policy.sharding.size(),
-        groups=order.settings.expert_ranks,
-        experts=frozenset(expert_parameters(policy.model)),
+        arrangement=Arrangement(policy.sharding.size(), order.settings.expert_ranks, order.settings.tensor_ranks),
+        divided=policy.may_be_divided,
         device=policy.device,
         meeting=Meeting(words, rank=rank, size=size, fence=fence),
         fence=fence,

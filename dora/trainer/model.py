@@ -39,6 +39,7 @@ from dora.trainer import attention, checkpointing, experts, tensor
 from dora.trainer.agreement import together
 from dora.trainer.loading import ModelFolder, Plan, load_shards, open_folder, plan
 from dora.trainer.meshes import GROUP, Mesh
+from dora.trainer.resharding import Divided
 from dora.weights.file_plan import TensorSpec
 
 GATHERED_BYTES = 2 * 2**30  # float32 weights + gradients of the whole model on every rank
@@ -151,6 +152,12 @@ class ShardedModel:
         """Return this rank's part of all that a folder contains: `shards` and persistent buffers."""
         persistent = self.model.state_dict().keys()
         return self.shards() | {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
+
+    @property
+    def may_be_divided(self) -> Divided:
+        """What groups of ranks divide in this model, or could."""
+        of_experts = dict.fromkeys(experts.expert_parameters(self.model), 0)
+        return Divided(of_experts, tensor.divided_parameters(self.model))
 
     def reshard(self) -> None:
         """Drop gathered weights, so that the next pass gathers what was written to the shards."""

@@ -1,15 +1,16 @@
-"""A checkpoint of another number or layout of ranks: which of its rows this rank has.
+"""A checkpoint of another number or layout of ranks: which part of its tensors this rank has.
 
 Ranks have the rows (dimension 0) of every tensor in chunks, in their own order, and so have the files of a checkpoint:
-one file after the other has the whole tensor. Only where the experts are divided among ranks is the order of stacked
-experts another one (`order_of_experts`). All this also holds for moments in 8 bits, whose blocks never span two rows of
-a matrix. Numbers (update counts) are the same on all ranks.
+one file after the other has the whole tensor. That also holds for moments in 8 bits, whose blocks never span two rows
+of a matrix. Numbers (update counts) are the same on all ranks. Parameters that groups of ranks divide are divided
+before their rows are: by rows too (stacked experts), so that the files are in another order, or by columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,95 +20,123 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dora.errors import ConfigError
+from dora.trainer.meshes import Part
 
 
-class OwnRows(NamedTuple):
-    """The rows of a whole tensor that this rank has."""
+class Divided(NamedTuple):
+    """The dimension of each parameter that groups of ranks may divide, by name."""
 
-    start: int
-    stop: int
-    total: int  # of the whole tensor
-
-
-def order_of_experts(num_files: int, *, groups: int) -> list[int]:
-    """Return the files in the order of their rows of stacked experts, if `groups` consecutive ranks divide these."""
-    return [shard * groups + group for group in range(groups) for shard in range(num_files // groups)]
+    experts: Mapping[str, int]
+    matrices: Mapping[str, int]
 
 
-def parameter_of(name: str) -> str:
-    """Return the parameter of a tensor of a checkpoint, which is its weight or a moment of it (KIND/PARAMETER)."""
-    return name.rpartition("/")[2]
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """The ranks that have one copy of the state together, each with a file of a checkpoint."""
+
+    num_files: int
+    expert_ranks: int = 1  # consecutive ranks that divide the experts
+    tensor_ranks: int = 1  # consecutive ranks that divide the matrices; one of the two is 1
+
+    def files(self, name: str, divided: Divided | None) -> list[list[int]]:
+        """Return the files in the order of their rows, for each part of the columns of a tensor: a weight, or a moment
+        of it (KIND/PARAMETER). `divided`: None if nothing ever is."""
+        groups = self.expert_ranks * self.tensor_ranks
+        if divided is None or groups == 1:
+            return [[*range(self.num_files)]]
+        dimensions = divided.matrices if self.tensor_ranks > 1 else divided.experts
+        dimension = dimensions.get(name.rpartition("/")[2])
+        if dimension is None:
+            return [[*range(self.num_files)]]
+        of_groups = [[*range(group, self.num_files, groups)] for group in range(groups)]
+        return of_groups if dimension == 1 else [[file for files in of_groups for file in files]]
 
 
-def own_rows_of(
-    tensors: Mapping[str, Tensor],
-    *,
-    num_files: int,
-    device: torch.device,
-    groups: int = 1,
-    experts: Collection[str] = (),
-) -> dict[str, OwnRows]:
-    """Return this rank's rows of each tensor that has any; a collective.
+class Own(NamedTuple):
+    """The part of a whole tensor that this rank has."""
 
-    `num_files`: number of ranks that have one copy of the state together. `device`: of collectives. `groups`: number of
-    consecutive ranks that divide the parameters `experts`.
-    """
+    part: Part
+    rows: int  # of the whole tensor
+    columns: int
+
+
+def own_parts_of(
+    tensors: Mapping[str, Tensor], arrangement: Arrangement, *, device: torch.device, divided: Divided | None = None
+) -> dict[str, Own]:
+    """Return this rank's part of each tensor; a collective. `device`: of collectives."""
     mine = torch.tensor([len(tensor) if tensor.dim() else 0 for tensor in tensors.values()], device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)
-    counts = torch.stack(gathered[:num_files]).tolist()
-    rank, of_experts, found = dist.get_rank() % num_files, order_of_experts(num_files, groups=groups), {}
-    for column, name in enumerate(tensors):
-        order = of_experts if parameter_of(name) in experts else range(num_files)
-        start = sum(counts[other][column] for other in order[: order.index(rank)])
-        total = sum(count[column] for count in counts)
-        found[name] = OwnRows(start, start + counts[rank][column], total)
+    counts = torch.stack(gathered[: arrangement.num_files]).tolist()
+    rank, found = dist.get_rank() % arrangement.num_files, {}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        columns = arrangement.files(name, divided)
+        place, files = next((place, files) for place, files in enumerate(columns) if rank in files)
+        start = sum(counts[file][number] for file in files[: files.index(rank)])
+        width = tensor.shape[1] if tensor.dim() > 1 else 1
+        part = Part(range(start, start + counts[rank][number]), range(width * place, width * (place + 1)))
+        found[name] = Own(part, sum(counts[file][number] for file in files), width * len(columns))
     return found
 
 
-def read_rows(
+def read_parts(
     paths: Sequence[Path],
+    arrangement: Arrangement,
     *,
     tensors: Mapping[str, Tensor],
-    rows: Mapping[str, OwnRows],
-    groups: int = 1,
-    experts: Collection[str] = (),
+    own: Mapping[str, Own],
+    divided: Divided | None = None,
 ) -> dict[str, Tensor]:
     """Return this rank's part of a checkpoint, whose files are in the order of the ranks that wrote them.
 
-    `groups`: number of these ranks that divided the parameters `experts`. ConfigError if the files belong to another
-    model; OSError or SafetensorError if they cannot be read.
+    `arrangement`: of those ranks. ConfigError if the files belong to another model; OSError or SafetensorError if they
+    cannot be read.
     """
     with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
-        for path, file in zip(paths, files, strict=True):
+        opened = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+        for path, file in zip(paths, opened, strict=True):
             if other := sorted(tensors.keys() ^ set(file.keys())):
                 raise ConfigError(f"{path.parent} belongs to another model: {other[0]} does not match")
-        of_experts = [files[number] for number in order_of_experts(len(files), groups=groups)]
-        return {
-            name: _read(
-                paths[0].parent, of_experts if parameter_of(name) in experts else files, name, tensor, rows[name]
-            )
-            for name, tensor in tensors.items()
-        }
+        found = {}
+        for name, tensor in tensors.items():
+            columns = [[opened[number] for number in files] for files in arrangement.files(name, divided)]
+            found[name] = _read(paths[0].parent, columns, name, tensor, own[name])
+        return found
 
 
-def _read(folder: Path, files: Sequence[Any], name: str, like: Tensor, rows: OwnRows) -> Tensor:
-    shapes = [file.get_slice(name).get_shape() for file in files]
+def _read(folder: Path, columns: Sequence[Sequence[Any]], name: str, like: Tensor, own: Own) -> Tensor:
+    """Return a part of a tensor; `columns`: the files in the order of their rows, for each part of the columns."""
+    another = f"{folder} belongs to another model: {name} has"
+    shapes = [file.get_slice(name).get_shape() for files in columns for file in files]
     if any(len(shape) != like.dim() for shape in shapes):
-        raise ConfigError(f"{folder} belongs to another model: {name} has shape {tuple(shapes[0])}")
+        raise ConfigError(f"{another} shape {tuple(shapes[0])}")
     if not like.dim():
-        whole: Tensor = files[0].get_tensor(name)
+        whole: Tensor = columns[0][0].get_tensor(name)
         return whole
-    parts, end = [], 0
-    for file, (count, *shape) in zip(files, shapes, strict=True):
-        stored = file.get_slice(name)
-        first, last = max(rows.start - end, 0), min(rows.stop - end, count)
-        if shape != list(like.shape[1:]):
-            raise ConfigError(f"{folder} belongs to another model: {name} has rows of shape {tuple(shape)}")
-        if first < last:
-            parts.append(stored[first:last])
-        end += count
-    if end != rows.total:
-        raise ConfigError(f"{folder} belongs to another model: {name} has {end} rows, expected {rows.total}")
-    return torch.cat(parts) if parts else torch.empty_like(like, device="cpu")
+    width = own.columns // len(columns)
+    of_row = [width, *like.shape[2:]] if like.dim() > 1 else []
+    result = torch.empty_like(like, device="cpu")
+    for number, files in enumerate(columns):
+        end, left = 0, number * width
+        across = _shared(own.part.columns, range(left, left + width))
+        for file in files:
+            stored = file.get_slice(name)
+            count, *shape = stored.get_shape()
+            if shape != of_row:
+                raise ConfigError(f"{another} rows of shape {tuple(shape)}")
+            rows = _shared(own.part.rows, range(end, end + count))
+            if rows and across:
+                values = stored[rows.start - end : rows.stop - end]
+                here = result[rows.start - own.part.rows.start :][: len(rows)]
+                if like.dim() > 1:
+                    values = values[:, across.start - left : across.stop - left]
+                    here = here[:, across.start - own.part.columns.start :][:, : len(across)]
+                here.copy_(values)
+            end += count
+        if end != own.rows:
+            raise ConfigError(f"{another} {end} rows, expected {own.rows}")
+    return result
+
+
+def _shared(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))

@@ -62,6 +62,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     shard_ranks: int  # over which the weights are sharded, while the others have copies of them; 0: all
     expert_ranks: int = 1  # consecutive ranks that divide the experts
     context_ranks: int = 1  # consecutive ranks that divide each sequence
+    tensor_ranks: int = 1  # consecutive ranks that divide the matrices of each layer
     copies: Literal["device", "host"]  # where the shards of proximal and reference policy are
     probe_tokens: int  # per rank and step: maximum number of stale tokens rescored under their version; 0: off
     probe_every: int  # steps between two such probes

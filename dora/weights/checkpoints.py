@@ -43,13 +43,15 @@ class CheckpointManifest:
     state_checksums: list[str]  # of each rank's tensors
     num_bytes: list[int]  # of each rank's file
     file_checksums: list[str]  # of each rank's file, as in the manifest of a version (dora/weights/store.py)
-    groups: int = 1  # number of consecutive ranks that divided the experts
+    expert_ranks: int = 1  # number of consecutive ranks that divided the experts
+    tensor_ranks: int = 1  # number of those that divided the matrices
 
     def encode(self) -> bytes:
-        """Return the contents of its file, which names `groups` only if there are some."""
+        """Return the contents of its file. The last two are there if they are not 1, as in older ones."""
         contents = asdict(self)
-        if self.groups == 1:
-            del contents["groups"]
+        for name in ("expert_ranks", "tensor_ranks"):
+            if contents[name] == 1:
+                del contents[name]
         return json.dumps(contents, indent=1).encode()
 
     def files(self, ranks: Iterable[int]) -> dict[str, str]:
@@ -88,7 +90,9 @@ def read_manifest(folder: Path, *, ranks: Collection[int] | None = None) -> Chec
         rows = (manifest.num_bytes, manifest.state_checksums, manifest.file_checksums)
         if any(len(row) != manifest.world_size for row in rows):
             return None
-        if manifest.groups < 1 or manifest.world_size % manifest.groups:
+        if min(manifest.expert_ranks, manifest.tensor_ranks) < 1:
+            return None
+        if manifest.world_size % (manifest.expert_ranks * manifest.tensor_ranks):
             return None
         is_complete = all(
             foreign.size_of(rank_file(folder, rank)) == manifest.num_bytes[rank]

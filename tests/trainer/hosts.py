@@ -27,6 +27,7 @@ from dora import files
 from dora.errors import DoraError
 from dora.trainer import checkpoint
 from dora.trainer.meeting import Meeting
+from dora.trainer.resharding import Arrangement
 from dora.weights.checkpoints import checkpoints_in
 from dora.weights.fence import pass_fence, raise_fence
 
@@ -145,7 +146,9 @@ def _run(
     fence = partial(pass_fence, folder / "epoch", epoch=0)
     words = PrefixStore("words", FileStore(f"{meeting}-words", 2))
     gathering = Meeting(words, rank=rank, size=2, fence=fence)
-    storage = checkpoint.Storage(parent=folder, here=ranks, num_files=2, device=CPU, meeting=gathering, fence=fence)
+    storage = checkpoint.Storage(
+        parent=folder, here=ranks, arrangement=Arrangement(2), device=CPU, meeting=gathering, fence=fence
+    )
     peer = threading.Thread(target=_end_with, args=(1 - rank,), daemon=True)
     peer.start()
     try:

@@ -23,6 +23,7 @@ from dora.trainer.meshes import make_mesh, part_of
 from dora.trainer.model import Policy
 from dora.trainer.parts import Parts
 from dora.trainer.publish import Publisher, copy_model_files, make_files, write_piece
+from dora.trainer.resharding import Arrangement
 from dora.transport.messages import CheckpointWritten, Configure, VersionWritten
 from dora.weights.fence import pass_fence
 from dora.weights.file_plan import MAX_FILE_BYTES, plan_files
@@ -35,8 +36,8 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def load_policy(folder: Path, *, shard_ranks: int = 0, expert_ranks: int = 1) -> Policy:
-    mesh = make_mesh("cpu", shard_ranks=shard_ranks, expert_ranks=expert_ranks)
+def load_policy(folder: Path, *, shard_ranks: int = 0, expert_ranks: int = 1, tensor_ranks: int = 1) -> Policy:
+    mesh = make_mesh("cpu", shard_ranks=shard_ranks, expert_ranks=expert_ranks, tensor_ranks=tensor_ranks)
     return Policy(folder, mesh=mesh, dtype=torch.float32)
 
 
@@ -146,7 +147,7 @@ def make_saver(
     storage = Storage(
         parent=Path(order.checkpoints),
         here=tuple(range(size)),
-        num_files=order.settings.shard_ranks or size,
+        arrangement=Arrangement(order.settings.shard_ranks or size),
         device=torch.device(order.settings.device),
         meeting=Meeting(words_of_ranks(), rank=dist.get_rank(), size=size, fence=fence),
         fence=fence,

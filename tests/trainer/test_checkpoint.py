@@ -24,6 +24,7 @@ from dora.trainer.meeting import Meeting
 from dora.trainer.meshes import make_mesh
 from dora.trainer.model import Policy
 from dora.trainer.packing import Layout
+from dora.trainer.resharding import Arrangement
 from dora.trainer.step import Trainer
 from dora.weights.checkpoints import checkpoints_in
 from dora.weights.fence import StaleEpoch, pass_fence, raise_fence
@@ -49,7 +50,9 @@ CHAIN = "0a1b2c3d4e5f"
 
 def storage(parent, *, fence=lambda: None):
     meeting = Meeting(HashStore(), rank=0, size=1, fence=fence)
-    return checkpoint.Storage(parent=parent, here=(0,), num_files=1, device=CPU, meeting=meeting, fence=fence)
+    return checkpoint.Storage(
+        parent=parent, here=(0,), arrangement=Arrangement(1), device=CPU, meeting=meeting, fence=fence
+    )
 
 
 def save(parent, *, step, seed, chain=CHAIN, fence=lambda: None):

@@ -11,7 +11,7 @@ from dora.errors import ConfigError
 from dora.trainer.experts import expert_parameters, require_experts
 from dora.trainer.forecast import Outline
 from dora.trainer.model import build_on_meta
-from dora.trainer.resharding import order_of_experts
+from dora.trainer.resharding import Arrangement, Divided
 from tests.families import make_config
 
 
@@ -42,8 +42,12 @@ def test_the_stacked_parameters_of_all_experts_are_divided_and_no_others(family:
 
 
 def test_files_in_the_order_of_experts():
-    assert order_of_experts(4, groups=1) == [0, 1, 2, 3]
-    assert order_of_experts(4, groups=2) == [0, 2, 1, 3]  # ranks 0 and 2 share the first half of the experts
+    divided = Divided({"stack": 0}, {})
+    assert Arrangement(4).files("stack", divided) == [[0, 1, 2, 3]]
+    in_groups = Arrangement(4, expert_ranks=2)
+    assert in_groups.files("stack", divided) == [[0, 2, 1, 3]]  # ranks 0 and 2 share the first half of the experts
+    assert in_groups.files("exp_avg/stack", divided) == [[0, 2, 1, 3]]
+    assert in_groups.files("norm", divided) == [[0, 1, 2, 3]]
 
 
 def test_divided_experts_are_not_gathered_in_the_forecast(tmp_path: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -20,13 +19,11 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from dora.errors import ConfigError
-from dora.seed.policy import path as seed_path
 from dora.trainer import checkpoint
-from dora.trainer.experts import expert_parameters
 from dora.trainer.meeting import Meeting
 from dora.trainer.model import Policy
 from dora.trainer.optimizer import ShardOptimizer
-from dora.trainer.resharding import own_rows_of
+from dora.trainer.resharding import Arrangement, Divided, own_parts_of
 from dora.weights.checkpoints import folder_of, rank_file
 from tests.families import make_model
 from tests.trainer.publishing import load_policy
@@ -37,18 +34,20 @@ WORLD_SIZES = (2, 4, 4, 1, 3, 4, 4, 2, 2)
 SHARD_RANKS = (2, 4, 2, 1, 3, 4, 4, 1, 2)
 #: Ranks that divide the experts.
 EXPERT_RANKS = (1, 2, 2, 1, 1, 4, 1, 1, 1)
+#: Ranks that divide the matrices of the dense model, with AdamW.
+TENSOR_RANKS = (1, 2, 2, 1, 1, 4, 2, 1, 1)
 OPTIMIZERS = {
     "adamw": {},
     "8bit": {"optimizer_state": "8bit"},
     "host": {"optimizer_state": "host"},
     "muon": {"optimizer": "muon"},
 }
-FAMILIES = ("seed", "qwen3_moe")
+FAMILIES = {"qwen3": {"num_attention_heads": 4, "num_key_value_heads": 4}, "qwen3_moe": {}}
 CHAIN = "0a1b2c3d4e5f"
 
 
 def storage_in(
-    parent: Path, *, num_files: int = 0, groups: int = 1, experts: Collection[str] = ()
+    parent: Path, arrangement: Arrangement | None = None, divided: Divided | None = None
 ) -> checkpoint.Storage:
     ranks = tuple(range(dist.get_world_size()))
     words = PrefixStore(parent.name, _get_default_store().clone())
@@ -56,12 +55,11 @@ def storage_in(
     return checkpoint.Storage(
         parent=parent,
         here=ranks,
-        num_files=num_files or len(ranks),
+        arrangement=arrangement or Arrangement(len(ranks)),
         device=torch.device("cpu"),
         meeting=meeting,
         fence=lambda: None,
-        groups=groups,
-        experts=frozenset(experts),
+        divided=divided,
     )
 
 
@@ -77,12 +75,11 @@ def hash_of(name: str) -> int:
 
 def updated(policy: Policy, optimizer: ShardOptimizer, *, count: int) -> None:
     """Make some updates with gradients that do not depend on the number of ranks."""
-    rows = own_rows_of(policy.shards(), num_files=policy.sharding.size(), device=policy.device)
+    own = own_parts_of(policy.shards(), Arrangement(policy.sharding.size()), device=policy.device)
     shapes = {name: tuple(parameter.shape) for name, parameter in policy.model.named_parameters()}
     for update in range(count):
         gradients = {
-            name: whole(name, shapes[name], update=update)[rows[name].start : rows[name].stop].clone()
-            for name in policy.shards()
+            name: whole(name, shapes[name], update=update)[own[name].part.slices[0]].clone() for name in policy.shards()
         }
         optimizer.update(gradients, learning_rate=1e-2)
 
@@ -90,18 +87,20 @@ def updated(policy: Policy, optimizer: ShardOptimizer, *, count: int) -> None:
 def load_and_save(root: Path, model: Path, kind: str, *, turn: int) -> None:
     """The first ranks make two updates; the others save what they have loaded."""
     settings = msgspec.structs.replace(SETTINGS, **OPTIMIZERS[kind])
-    groups = EXPERT_RANKS[turn] if model.name == "qwen3_moe" else 1
-    policy = load_policy(model, shard_ranks=SHARD_RANKS[turn], expert_ranks=groups)
-    arrangement = {"num_files": SHARD_RANKS[turn], "groups": groups, "experts": expert_parameters(policy.model)}
+    expert_ranks = EXPERT_RANKS[turn] if model.name == "qwen3_moe" else 1
+    tensor_ranks = TENSOR_RANKS[turn] if model.name == "qwen3" and kind in ("adamw", "host") else 1
+    arrangement = Arrangement(SHARD_RANKS[turn], expert_ranks, tensor_ranks)
+    policy = load_policy(model, shard_ranks=SHARD_RANKS[turn], expert_ranks=expert_ranks, tensor_ranks=tensor_ranks)
+    storage = storage_in(parent_of(root, model, kind), arrangement, policy.may_be_divided)
     shards = policy.shards()
     optimizer = ShardOptimizer(shards, settings, model=policy.model, group=policy.sharding.get_group())
     state = dict(shards) | optimizer.state()
-    parent = root / f"{model.name}-{kind}"
+    parent = storage.parent
     if turn:
         for tensor in shards.values():
             tensor.zero_()
         before = folder_of(parent, step=turn, chain=CHAIN)
-        loaded = checkpoint.load(storage_in(parent, **arrangement), [before], tensors=state, may_start_over=False)
+        loaded = checkpoint.load(storage, [before], tensors=state, may_start_over=False)
         assert (loaded.step, loaded.chain, loaded.skipped) == (turn, CHAIN, ())
     else:
         updated(policy, optimizer, count=2)
@@ -109,7 +108,11 @@ def load_and_save(root: Path, model: Path, kind: str, *, turn: int) -> None:
     if dist.get_rank() == 0:
         parent.mkdir(exist_ok=True)
     dist.barrier()
-    checkpoint.save(storage_in(parent, **arrangement), step=turn + 1, chain=CHAIN, tensors=state)  # type: ignore[arg-type]
+    checkpoint.save(storage, step=turn + 1, chain=CHAIN, tensors=state)  # type: ignore[arg-type]
+
+
+def parent_of(root: Path, model: Path, kind: str) -> Path:
+    return root / f"{model.name}-{kind}"
 
 
 def _rank(rank: int, root: Path) -> None:
@@ -119,7 +122,7 @@ def _rank(rank: int, root: Path) -> None:
             store = dist.FileStore(str(root / f"store{turn}"), world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
             for family, kind in itertools.product(FAMILIES, OPTIMIZERS):
-                load_and_save(root, seed_path() if family == "seed" else root / family, kind, turn=turn)
+                load_and_save(root, root / family, kind, turn=turn)
             dist.barrier()
             dist.destroy_process_group()
         wait_for_turn(root, turn=turn, world_size=world_size, rank=rank)
@@ -135,7 +138,8 @@ def wait_for_turn(root: Path, *, turn: int, world_size: int, rank: int) -> None:
 @pytest.mark.deep
 @pytest.mark.timeout(400)
 def test_every_number_of_ranks_loads_what_another_has_written(tmp_path: Path) -> None:
-    make_model("qwen3_moe").save_pretrained(tmp_path / "qwen3_moe")
+    for family, changes in FAMILIES.items():
+        make_model(family, **changes).save_pretrained(tmp_path / family)
     multiprocessing.set_forkserver_preload([__name__])
     mp.start_processes(_rank, (tmp_path,), nprocs=max(WORLD_SIZES), start_method="forkserver")
     for parent in (path for path in tmp_path.iterdir() if path.name.endswith(tuple(OPTIMIZERS))):
