@@ -24,7 +24,26 @@ def refused(*overrides: str) -> str:
         (["nodes.train=5"], "nodes.train: 5 of 4 nodes (nodes.expected) cannot train"),
         (["nodes.train=4"], "nodes.expected: 4 nodes train and none is left to roll out; raise it, or lower"),
         (["nodes.train=3"], "nodes.train: 2 trainer.ranks cannot be divided equally among 3 nodes"),
-        (["trainer.parallel.replicate=3"], "trainer.parallel.replicate: 2 trainer.ranks cannot be divided into 3 equal groups"),
+        (
+            ["trainer.parallel.replicate=3"],
+            "trainer.parallel.replicate: 2 trainer.ranks cannot be divided into 3 equal groups",
+        ),
+        (
+            ["trainer.parallel.context=2", "trainer.parallel.replicate=2"],
+            "trainer.parallel.context: 2 ranks that divide sequences must divide the 1 ranks of a copy of the weights",
+        ),
+        (
+            ["trainer.parallel.context=4"],
+            "trainer.parallel.context: 4 ranks that divide sequences must divide the 2 ranks of a copy of the weights",
+        ),
+        (
+            ["trainer.parallel.context=2", "nodes.train=2"],
+            "trainer.parallel.context: 2 ranks that divide sequences must be on one node, and a node has 1 ranks",
+        ),
+        (
+            ["trainer.parallel.context=2", "trainer.parallel.expert=2"],
+            "trainer.parallel.context: not together with trainer.parallel.expert; set one of them to 1",
+        ),
         (["trainer.min_ranks=1"], "trainer.min_ranks: no rank is left if the only host with ranks is lost"),
         (["nodes.expected=0", "trainer.min_ranks=1"], "trainer.min_ranks: no rank is left if the only host with ranks"),
         (["nodes.train=2", "trainer.min_ranks=3"], "trainer.min_ranks: 3 is more than trainer.ranks (2)"),
