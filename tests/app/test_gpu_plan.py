@@ -54,6 +54,29 @@ def test_the_ranks_that_are_left_without_a_node_are_forecast_too(model: Path, me
     assert ("DOES NOT FIT: raise trainer.min_ranks" in found) is not fits
 
 
+def test_ranks_that_divide_sequences_need_memory_for_their_part_only(model: Path) -> None:
+    of_pass = re.compile(r"([\d.]+) (MB|GB) for ([\d,]+) of ([\d,]+) tokens of a pass")
+    changes = ["trainer.parallel.context=2", "trainer.micro_batch_tokens=64"]
+    _, lines = planned(model, *changes)
+    found = of_pass.search(line(lines, "memory: one rank"))
+    assert found, lines
+    _, whole = planned(model, "trainer.micro_batch_tokens=64")
+    size, unit = re.search(r"([\d.]+) (MB|GB) for a pass of (\d+) tokens", line(whole, "memory: one rank")).groups()[:2]  # type: ignore[union-attr]
+    assert unit == found[2]
+    assert float(found[1]) == pytest.approx(float(size) / 2, rel=0.1)
+    assert 2 * int(found[3]) == int(found[4])
+    limits = [
+        int(re.search(r"answers of up to ([\d,]+) tokens", text)[1].replace(",", ""))  # type: ignore[index]
+        for text in (line(planned_lines, ": answers of up to") for planned_lines in (lines, whole))
+    ]
+    assert limits[0] == pytest.approx(2 * limits[1], rel=0.05)
+
+
+def test_heads_that_the_ranks_cannot_divide_are_refused_without_gpus(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^trainer\.parallel\.context: Qwen3ForCausalLM has 4 attention heads, so 8"):
+        planned(model, "trainer.ranks=8", "trainer.parallel.context=8", count=16)
+
+
 def test_ranks_servers_and_time_are_forecast_without_gpus_weights_or_data(model: Path) -> None:
     fits, lines = planned(model)
     assert fits

@@ -17,6 +17,8 @@ CHANGED = (
     "rollout.filter_zero_variance=false",
     "engine.max_parallel_pushes=3",
     "trainer.micro_batch_tokens=999",
+    "trainer.ranks=4",
+    "trainer.parallel.context=2",
 )
 
 
@@ -31,6 +33,12 @@ def test_a_config_is_simulated_with_the_settings_of_its_run() -> None:
     simulated = workload_of(config(*CHANGED)).settings()
     differing = {name for name in ours.__struct_fields__ if getattr(ours, name) != getattr(simulated, name)}
     assert differing == {"eval_every", "no_progress_s", "deterministic", "shared_prompts", "prefill_s_per_token"}
+
+
+def test_ranks_that_divide_sequences_count_as_one_with_their_tokens_together() -> None:
+    ours = settings_of(config(*CHANGED), eval_prompt_tokens=())
+    assert (ours.num_ranks, ours.micro_batch_tokens) == (2, 2 * 999)
+    assert trainer_settings(config(*CHANGED), max_staleness=0).micro_batch_tokens == 999
 
 
 def test_the_rollout_section_of_a_job_is_that_of_its_config() -> None:

@@ -26,11 +26,39 @@ def refused(*overrides: str) -> str:
         (["nodes.train=3"], "nodes.train: 2 trainer.ranks cannot be divided equally among 3 nodes"),
         (
             ["trainer.parallel.replicate=3"],
-            "trainer.parallel.replicate: 2 trainer.ranks cannot be divided into 3 equal",
+            "trainer.parallel.replicate: 2 trainer.ranks cannot be divided into 3 equal groups",
         ),
         (
             ["trainer.parallel.expert=3"],
-            "trainer.parallel.expert: the 2 ranks of a copy of the weights cannot be divided",
+            "trainer.parallel.expert: 3 ranks that divide experts must divide the 2 ranks of a copy of the weights",
+        ),
+        (
+            ["trainer.parallel.tensor=2", "nodes.train=2"],
+            "trainer.parallel.tensor: 2 ranks that divide matrices must be on one node, and a node has 1 ranks",
+        ),
+        (
+            ["trainer.parallel.tensor=2", "trainer.optimizer=muon"],
+            "trainer.parallel.tensor: not with trainer.optimizer = muon, which needs whole rows; use adamw",
+        ),
+        (
+            ["trainer.parallel.tensor=2", "trainer.optimizer_state=8bit"],
+            "trainer.parallel.tensor: not with trainer.optimizer_state = 8bit, whose blocks it would cut; use device",
+        ),
+        (
+            ["trainer.parallel.context=2", "trainer.parallel.replicate=2"],
+            "trainer.parallel.context: 2 ranks that divide sequences must divide the 1 ranks of a copy of the weights",
+        ),
+        (
+            ["trainer.parallel.context=4"],
+            "trainer.parallel.context: 4 ranks that divide sequences must divide the 2 ranks of a copy of the weights",
+        ),
+        (
+            ["trainer.parallel.context=2", "nodes.train=2"],
+            "trainer.parallel.context: 2 ranks that divide sequences must be on one node, and a node has 1 ranks",
+        ),
+        (
+            ["trainer.parallel.context=2", "trainer.parallel.expert=2"],
+            "trainer.parallel.expert: not together with trainer.parallel.context; set one of them to 1",
         ),
         (["trainer.min_ranks=1"], "trainer.min_ranks: no rank is left if the only host with ranks is lost"),
         (["nodes.expected=0", "trainer.min_ranks=1"], "trainer.min_ranks: no rank is left if the only host with ranks"),

@@ -167,6 +167,17 @@ def test_parts_of_as_many_ranks_are_sent_as_they_are() -> None:
     assert all(given is sent for given, sent in zip(parts, spread(parts, num_ranks=2), strict=True))
 
 
+def test_ranks_that_divide_sequences_get_the_same_part() -> None:
+    parts = wave((0,), (1,))
+    for num_ranks, expected in ((4, [0, 0, 1, 1]), (2, None)):
+        ranks = spread(parts, num_ranks=num_ranks, context_ranks=2)
+        assert [ranks[rank] is ranks[rank + 1] for rank in range(0, num_ranks, 2)] == [True] * (num_ranks // 2)
+        assert len(ranks) == num_ranks
+        if expected is not None:
+            assert all(ranks[rank] is parts[part] for rank, part in enumerate(expected))
+    assert sorted(ranks[0].trajectories.tolist()) == [0, 1]
+
+
 def test_rewards_of_turns_are_padded_when_parts_with_fewer_turns_are_merged() -> None:
     one, several = wave((0,)), wave((7,), groups=4)
     part = msgspec.structs.replace(several[0], step=one[0].step)
@@ -257,6 +268,7 @@ async def test_the_trajectories_read_are_those_written(tmp_path: Path, num_ranks
     await train_rollouts(
         rollout_files(tmp_path),
         link=ranks,  # type: ignore[arg-type]
+        num_parts=num_ranks,
         budget=12,
         group_size=G,
         updates=updates,

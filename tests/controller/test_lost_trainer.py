@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from dora.controller import trainer_link, vitals
@@ -15,7 +16,7 @@ from dora.core import events as ev
 from dora.errors import RemoteError, RunFailed
 from dora.transport import messages as wire
 from dora.transport.messages import empty_micro_batch
-from tests.controller.test_trainer_link import FakeEnd, FakeRanks, Linked, checkpoint_written
+from tests.controller.test_trainer_link import CONFIGURE, FakeEnd, FakeRanks, Linked, checkpoint_written
 
 WAIT_S = 10.0
 
@@ -144,6 +145,22 @@ async def test_fewer_ranks_train_all_parts_of_a_wave() -> None:
         ]
         await one.end.hears(0, wire.MicroBatchDone(rank=0, step=3, index=0, num_tokens=0, busy_s=0.0))
         await one.event(ev.MicroBatchTrained)
+
+
+async def test_fewer_ranks_that_divide_sequences_get_all_parts_of_a_wave() -> None:
+    divided = msgspec.structs.replace(CONFIGURE.settings, context_ranks=2)
+    async with running() as one:
+        one.link.configure = lambda rank: msgspec.structs.replace(CONFIGURE, settings=divided)
+        one.ranks.ends.put_nowait("a node is lost")
+        await one.event(ev.TrainerLost)
+        await one.restarted(1)
+        await one.end.hears(0, wire.RankReady(rank=0, next_step=3))
+        await one.end.hears(1, wire.RankReady(rank=1, next_step=3))
+        await one.event(ev.TrainerReady)
+        one.link.train([empty_micro_batch(step=3, index=0, last=True, group_size=2) for _ in range(2)], position=5)
+        await one.end.has_sent(4)
+        (_, first), (_, second) = one.end.sent[2:]
+        assert first is second
 
 
 async def test_ranks_that_should_start_again_do_so_after_a_checkpoint() -> None:

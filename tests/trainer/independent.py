@@ -2,7 +2,8 @@
 
     python -m tests.trainer.independent [CASES] [SEED]    100 cases by default
     python -m tests.trainer.independent CASES SEED RANKS  on several ranks
-    python -m tests.trainer.independent CASES SEED RANKS SHARD_RANKS  with copies of the weights
+    python -m tests.trainer.independent CASES SEED RANKS SHARD_RANKS  with copies of the weights (0: none)
+    python -m tests.trainer.independent CASES SEED RANKS SHARD_RANKS CONTEXT  with rows divided over so many ranks
 
 Each case draws the section `[objective]`, settings of the trainer, a model and a few steps of groups.
 """
@@ -30,6 +31,7 @@ from transformers import StableLmConfig, StableLmForCausalLM
 from dora.objectives.rules import problems
 from dora.objectives.settings import ObjectiveConfig
 from dora.trainer import model as policy_module
+from dora.trainer.context import make_context
 from dora.trainer.meshes import make_mesh
 from dora.trainer.model import Policy
 from dora.trainer.packing import Layout
@@ -63,6 +65,7 @@ class Case:
     outliers: bool  # some log μ so low that log ratios are cut
     seed: int
     shard_ranks: int = 0
+    context_ranks: int = 1
 
 
 # ---- what is drawn --------------------------------------------------------------------------------------------------
@@ -165,6 +168,11 @@ def draw(count: int, *, seed: int) -> Iterator[Case]:
         )  # fmt: skip
 
 
+def divided(case: Case, ranks: int) -> Case:
+    """The case with rows that so many ranks divide, which are never padded, one sequence a line."""
+    return replace(case, context_ranks=ranks, layout="packed" if case.layout == "padded" else case.layout)
+
+
 def make_step(rng: random.Random, plain: PlainTrainer, step: int, *, outliers: bool) -> list[list[Answer]]:
     """The groups of a step: with siblings that could not be graded, answers that were cut, tool output between trained
     tokens, answers without a trained token, episodes that forked, and μ around π."""
@@ -242,7 +250,7 @@ class Rank:
             optimizer_state="device", optimizer="adamw", compile=False, threads=1, longest_request=64,
             micro_batch_tokens=case.micro_batch_tokens, copies="device", probe_tokens=0, probe_every=1,
             objective=ObjectiveConfig.model_validate(case.objective).model_dump_json(), max_staleness=2,
-            checkpoint_every=100, shard_ranks=case.shard_ranks, **case.training,
+            checkpoint_every=100, shard_ranks=case.shard_ranks, context_ranks=case.context_ranks, **case.training,
         )  # fmt: skip
         order = Configure(
             run_id="", model_path=str(folder / case.model), settings=settings, memory_root="", durable_root="",
@@ -250,8 +258,10 @@ class Rank:
         )  # fmt: skip
         policy = Policy(folder / case.model, mesh=make_mesh("cpu", shard_ranks=case.shard_ranks), dtype=torch.float64)
         self.versions = KeptVersions(policy)
+        layout = replace(LAYOUTS[case.layout], context=make_context(case.context_ranks))
+        self.group, self.groups = self.rank // case.context_ranks, self.world_size // case.context_ranks
         self.trainer = _WithoutCheckpoints(
-            order, end=self, policy=policy, layout=LAYOUTS[case.layout], publisher=self.versions,  # type: ignore[arg-type]
+            order, end=self, policy=policy, layout=layout, publisher=self.versions,  # type: ignore[arg-type]
             saver=make_saver(order),
         )  # fmt: skip
         self.trainer.start()
@@ -271,7 +281,7 @@ class Rank:
             closes = index == len(waves) - 1 or waves[index + 1][0] != update
             self.trainer.train(
                 message(
-                    wave[self.rank :: self.world_size], step=step, index=index, last=index == len(waves) - 1,
+                    wave[self.group :: self.groups], step=step, index=index, last=index == len(waves) - 1,
                     update=update, closes=closes,
                 )
             )  # fmt: skip
@@ -402,8 +412,10 @@ def run(cases: list[Case], folder: Path, *, ranks: int = 1) -> str:
 def main() -> int:
     """Play many cases."""
     given = [int(word) for word in sys.argv[1:]]
-    count, seed, ranks, shard_ranks = given + [100, 1, 1, 0][len(given) :]
+    count, seed, ranks, shard_ranks, context_ranks = given + [100, 1, 1, 0, 1][len(given) :]
     cases = [replace(case, shard_ranks=shard_ranks) for case in draw(count, seed=seed)]
+    if context_ranks > 1:
+        cases = [divided(case, context_ranks) for case in cases]
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="dora-independent-") as name:
         found = run(cases, Path(name), ranks=ranks)

@@ -9,23 +9,28 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dora.trainer.context import Context
 from dora.trainer.logprobs import logprobs
 from dora.trainer.meshes import make_mesh
 from dora.trainer.model import Policy
-from dora.trainer.packing import Row, make_row
+from dora.trainer.packing import Layout, Row, make_row
 
 
-def make_packed(lengths: list[int], *, vocab_size: int) -> Row:
+def make_packed(lengths: list[int], *, vocab_size: int, context: Context | None) -> Row:
     starts = np.cumsum(lengths) - lengths
     ids = np.random.default_rng(0).integers(0, vocab_size, sum(lengths))
     trained = np.setdiff1d(np.arange(sum(lengths)), starts)
-    return make_row(ids, lengths=lengths, trained=trained, device=torch.device("cpu"))
+    layout = Layout(context=context)
+    return make_row(ids, lengths=lengths, trained=trained, layout=layout, device=torch.device("cpu"))
 
 
-def run(policy: Policy, lengths: list[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def run(
+    policy: Policy, lengths: list[int], context: Context | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probs of packed sequences and their gradient."""
     policy.prepare(closes_update=True)
-    found_P = logprobs(policy.model, make_packed(lengths, vocab_size=policy.vocab_size), temperature=0.7)[0]
+    row = make_packed(lengths, vocab_size=policy.vocab_size, context=context)
+    found_P = logprobs(policy.model, row, temperature=0.7)[0]
     found_P.square().sum().backward()
     gradients = {name: gradient.clone() for name, gradient in policy.gradients().items()}
     policy.clear_gradients()
@@ -43,8 +48,9 @@ def test_compiled_layers_train_as_eager_ones_and_repeat_their_forward_pass(model
         compiled = Policy(
             model_path, mesh=make_mesh("cpu"), dtype=torch.float32, activation_checkpointing="full", compiled=True
         )
-        for lengths in ([30, 30, 20], [11, 50]):
-            torch.testing.assert_close(run(compiled, lengths), run(eager, lengths), rtol=1e-4, atol=1e-5)
+        divided = Context(dist.group.WORLD, rank=0, size=1)  # by one rank, so in one slice
+        for lengths, context in (([30, 30, 20], None), ([11, 50], None), ([11, 50], divided), ([9, 30], divided)):
+            torch.testing.assert_close(run(compiled, lengths, context), run(eager, lengths), rtol=1e-4, atol=1e-5)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     finally:
         dist.destroy_process_group()

@@ -37,3 +37,8 @@ def test_weights_and_metrics_are_those_of_the_formulas_with_copies_of_the_weight
     drawn = zip(independent.draw(2, seed=7), (True, False), strict=True)
     cases = [replace(case, shard_ranks=2, gathered=gathered) for case, gathered in drawn]
     assert independent.run(cases, tmp_path, ranks=4) == ""
+
+
+def test_weights_and_metrics_are_those_of_the_formulas_with_divided_rows(tmp_path: Path):
+    cases = [independent.divided(case, 2) for case in independent.draw(4, seed=8)]
+    assert independent.run(cases, tmp_path, ranks=2) == ""

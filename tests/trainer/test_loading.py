@@ -41,7 +41,13 @@ ONCE = (
     "qwen2_moe", "olmoe", "deepseek_v3", "glm4_moe", "minimax_m2", "gpt_neox", "gpt2", "llama4_text", "gemma3n_text",
     "falcon_h1", "mamba2", "granitemoehybrid", "nemotron_h", "lfm2", "qwen3_next", "jamba", "minimax", "zamba2",
 )  # fmt: skip
-EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")  # divided among ranks, too
+#: What is divided among ranks, too.
+DIVIDED = {
+    "mixtral": ("expert_ranks",),
+    "qwen3_moe": ("expert_ranks",),
+    "gpt_oss": ("expert_ranks",),
+    "llama": ("tensor_ranks",),
+}
 BLOCK = 16
 
 
@@ -110,13 +116,14 @@ def _rank(rank: int, root: Path) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         for family in (*EVERYWHERE, *(ONCE if world_size == 3 else ())):
             for shard_ranks in {world_size, world_size // 2 if world_size % 2 == 0 else world_size}:
-                for expert_ranks in (1, 2) if family in EXPERTS and shard_ranks % 2 == 0 else (1,):
-                    _loads_and_publishes(root / family, shard_ranks=shard_ranks, expert_ranks=expert_ranks)
+                divided = DIVIDED.get(family, ()) if shard_ranks % 2 == 0 else ()
+                for groups in ({}, *({by: 2} for by in divided)):
+                    _loads_and_publishes(root / family, shard_ranks=shard_ranks, groups=groups)
         _stops_with_the_others(root, rank=rank, world_size=world_size)
         dist.destroy_process_group()
 
 
-def _loads_and_publishes(folder: Path, *, shard_ranks: int, expert_ranks: int) -> None:
+def _loads_and_publishes(folder: Path, *, shard_ranks: int, groups: dict[str, int]) -> None:
     read: list[int] = []
     plain = ModelFolder.read
 
@@ -127,15 +134,16 @@ def _loads_and_publishes(folder: Path, *, shard_ranks: int, expert_ranks: int) -
 
     ModelFolder.read = counted  # type: ignore[method-assign, assignment]
     try:
-        policy = load_policy(folder, shard_ranks=shard_ranks, expert_ranks=expert_ranks)
+        policy = load_policy(folder, shard_ranks=shard_ranks, **groups)
     finally:
         ModelFolder.read = plain  # type: ignore[method-assign]
-    if folder.name in ("llama", "mixtral", "qwen3_moe"):  # elsewhere buffers, or rows that are joined, are read whole
+    # Elsewhere buffers, or rows that are joined or of which a rank has some columns, are read whole.
+    if folder.name in ("llama", "mixtral", "qwen3_moe") and "tensor_ranks" not in groups:
         assert sum(read) == sum(shard.numel() for shard in policy.shards().values())
     state = whole_state(policy)
     world_size, before = dist.get_world_size(), tensors_of(folder)
     for writers in {1, shard_ranks}:  # some ranks, or none, are on other hosts
-        target = folder.with_name(f"{folder.name}-{world_size}-{shard_ranks}-{expert_ranks}-{writers}")
+        target = folder.with_name(f"{folder.name}-{world_size}-{shard_ranks}-{'-'.join(groups)}-{writers}")
         write_version(policy, folder, target, dtype="float32", writers=writers, max_bytes=20_000)
         if dist.get_rank() == 0:
             assert_same_bits(tensors_in(target), before)
