@@ -39,7 +39,7 @@ class Mesh(NamedTuple):
     weights: DeviceMesh  # [copies, ranks of a copy], without the first dimension if there is one copy
     #: [copies, ranks that share a part of divided weights, ranks that divide them], likewise; None: none are divided
     divided: DeviceMesh | None = None
-    divides: Literal["experts", "matrices"] = "experts"
+    divides: Literal["nothing", "experts", "matrices"] = "nothing"
 
     @property
     def sharding(self) -> DeviceMesh:

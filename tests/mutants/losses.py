@@ -98,6 +98,44 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
     ),
     *of(
+        "dora/trainer/model.py",
+        "tests/trainer/test_layouts_exact.py",
+        (
+            "gradients-alike-summed",
+            "float(units.alike)",
+            "1.0",
+            "test_gradients_and_weights_are_the_same",
+        ),
+        (
+            "gradients-of-heads-divided",
+            "(*units.divided, *units.of_heads)",
+            "units.divided",
+            "test_gradients_and_weights_are_the_same",
+        ),
+        (
+            "gradients-averaged",
+            "            module.set_gradient_divide_factor(1.0 if module in differ else float(units.alike))\n",
+            "",
+            "test_gradients_and_weights_are_the_same",
+        ),
+    ),
+    *of(
+        "dora/trainer/resharding.py",
+        "tests/trainer/test_divided.py",
+        (
+            "experts-in-the-order-of-ranks",
+            "return of_groups if dimension == 1 else [[file for files in of_groups for file in files]]",
+            "return of_groups if dimension == 1 else [[*range(self.num_files)]]",
+            "test_files_in_the_order_of_experts",
+        ),
+        (
+            "columns-as-rows",
+            "return of_groups if dimension == 1 else [[file",
+            "return [[file",
+            "test_files_of_columns",
+        ),
+    ),
+    *of(
         "dora/transport/controller_end.py",
         "tests/transport/test_incarnations.py",
         (
