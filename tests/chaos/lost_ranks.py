@@ -4,7 +4,8 @@
     python -m tests.chaos.lost_ranks --table FILE.json    prints it for docs/RELIABILITY.md
 
 A row is one run, whose trainer is killed once at each moment: a rank stops itself there (tests/chaos/rank.py), and
-then it, torchrun, or all processes of its node get SIGKILL. The run must end by itself, with the chain of each step and
+then it, torchrun, or all processes of its node get SIGKILL. In the last row, `nothing`, the rank is not killed, and
+must be found by its pulse. The run must end by itself, with the chain of each step and
 the bytes of each version of a run that nothing happened to. This can be compared because the time at which anything
 happens decides nothing in these runs: `one_step_off` admits and trains whole batches, and one server with one slot
 samples one answer after the other.
@@ -41,6 +42,8 @@ from tests.e2e.runs import Run, assert_audit_clean, make_slow_policy, settings, 
 
 TARGETS = ("rank 0", "rank 1", "torchrun", "node")
 MOMENTS = ("waiting", "forward", "close", "publish", "checkpoint", "probe", "loading")
+#: Ranks that do not end, and why they are lost.
+FOUND = {"stopped": "has been silent for", "wedged": "no trainer rank has made progress for"}
 #: Limit of each wait, and of the end of a run.
 PATIENCE_S = 300.0
 #: Files in /dev/shm of a host: the versions of a run.
@@ -53,7 +56,7 @@ ON_NODES = ("--rdzv-backend=static", "--nproc-per-node=1")
 RANK = ("-m", "tests.chaos.rank")
 
 JOB: dict[str, object] = {
-    "run__steps": 2 * len(MOMENTS) + 4,
+    "run__steps": 3 * len(MOMENTS),
     "rollout__strategy": "one_step_off",
     "rollout__groups_per_step": 2,
     "rollout__group_size": 2,
@@ -120,13 +123,29 @@ class Watched:
         cell: Cell = {"s to training": round(time.monotonic() - began, 1)}
         before = self.until_recorded("TrainerLost", begin=first)
         cell["tokens meanwhile"] = num_tokens(self.facts[:ready]) - num_tokens(self.facts[:before])
-        trained = max(history(self.facts)[0], default=-1)
-        until(lambda: self._has_trained(trained + 1), what=f"step {trained + 1}", timeout_s=PATIENCE_S)
+        self._until_as_before()
         return cell
 
-    def _has_trained(self, step: int) -> bool:
+    def find(self, how: str) -> Cell:
+        """Let a rank be stopped or wedged within a pass; return the figures once a new step is trained."""
+        (self.moments / "forward-1").write_text(how)
         self.look()
-        return step in history(self.facts)[0]
+        begin = len(self.facts)
+        self._until_stopped()
+        began = time.monotonic()
+        lost = self.until_recorded("TrainerLost", begin=begin)
+        seconds = round(time.monotonic() - began, 1)
+        reason = self.facts[lost - 1]["reason"]
+        assert FOUND[how] in reason, reason
+        self._until_as_before()
+        return {"s to the loss": seconds, "reason": reason}
+
+    def _until_as_before(self) -> None:
+        """Wait until a new step is trained, and answers for the next one are sampled, for which training waits."""
+        step = len(history(self.facts)[0])
+        while step not in history(self.facts)[0]:
+            end = self.until_recorded("StepTrained", begin=len(self.facts))
+        self.until_recorded("GenerationFinished", begin=end)
 
     def _until_stopped(self) -> tuple[int, str]:
         """Wait until a rank has stopped at its moment; return its process id and host."""
@@ -207,17 +226,18 @@ class LostRanks:
         self.cells: dict[str, dict[str, Cell]] = json.loads(out.read_text()) if out.exists() else {}
         self.model = make_slow_policy(base / "model")
 
-    def fill(self, target: str, *, reference: History | None) -> History:
+    def fill(self, target: str, reference: History | None = None) -> History:
         """Run a row, or the reference if there is none; return what the run has trained."""
         base, moments = self.base / target.replace(" ", "-"), self.base / f"moments-{target.replace(' ', '-')}"
         for folder in (base, moments):
             folder.mkdir()
         os.environ["CHAOS_MOMENTS"] = str(moments)
         with (on_nodes if target == "node" else local)(base, self.model, moments) as watched:
-            for number, moment in enumerate(MOMENTS if reference is not None else ()):
+            for how in FOUND if target == "nothing" else ():
+                self._write(target, how, watched.find(how))
+            for number, moment in enumerate(MOMENTS if target in TARGETS else ()):
                 rank = number % 2 if target == "node" else int(target == "rank 1")
-                cell = watched.kill_at(moment, target, rank=rank)
-                self._write(target, moment, cell)
+                self._write(target, moment, watched.kill_at(moment, target, rank=rank))
             code = watched.run.end(timeout_s=PATIENCE_S)
             assert code == 0, watched.run.told()
             watched.look()
@@ -234,7 +254,7 @@ class LostRanks:
         assert_audit_clean(folder)
 
     def _write(self, target: str, moment: str, cell: Cell) -> None:
-        self.cells.setdefault(target, {})[moment] = cell
+        self.cells.setdefault(target, {})[moment] = cell | {"load": round(os.getloadavg()[0], 1)}
         self.out.write_text(json.dumps(self.cells, indent=1) + "\n")
         print(target, moment, cell, flush=True)
 
@@ -256,7 +276,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="the cells; rows that are complete are not run again")
     parser.add_argument("--table", type=Path, help="print the table of this file and do nothing else")
-    parser.add_argument("--targets", nargs="*", default=list(TARGETS), choices=list(TARGETS))
+    rows = [*TARGETS, "nothing"]
+    parser.add_argument("--targets", nargs="*", default=rows, choices=rows)
     parser.add_argument("--folder", type=Path, help="where the runs lie (default: a temporary folder)")
     options = parser.parse_args()
     if options.table:
@@ -265,10 +286,10 @@ def main() -> None:
     base = options.folder or Path(tempfile.mkdtemp(prefix="lost-ranks-"))
     base.mkdir(parents=True, exist_ok=True)
     lost = LostRanks(base, options.out)
-    reference = lost.fill("reference", reference=None)
+    reference = lost.fill("reference")
     for target in options.targets:
         if "the end" not in lost.cells.get(target, {}):
-            lost.fill(target, reference=reference)
+            lost.fill(target, reference)
 
 
 if __name__ == "__main__":

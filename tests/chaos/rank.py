@@ -1,7 +1,8 @@
 """A trainer rank that stops itself (SIGSTOP) at a moment that a test names, to be killed in exactly this one.
 
 The test makes the file `<moment>-<rank>` in the folder CHAOS_MOMENTS. The rank writes its process id and host into it
-and renames it to `reached` before it stops. Started in place of `dora train`.
+and renames it to `reached` before it stops. If the file has the word `wedged`, only the thread that comes by stands
+still, for ever. Started in place of `dora train`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -28,8 +30,11 @@ def pass_by(moment: str) -> None:
     """Stop here if a test wants it."""
     wanted = Path(os.environ["CHAOS_MOMENTS"], f"{moment}-{os.environ['RANK']}")
     if wanted.exists():
+        is_wedged = wanted.read_text() == "wedged"
         wanted.write_text(f"{os.getpid()} {socket.gethostname()}")
         wanted.rename(wanted.with_name(REACHED))
+        if is_wedged:
+            threading.Event().wait()
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
