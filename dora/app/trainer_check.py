@@ -231,7 +231,11 @@ def memory_lines(
     if trainer.min_ranks is not None and trainer.parallel.replicate == 1:  # otherwise a rank's share stays the same
         need = outline.forecast(tokens=tokens, longest=longest, ranks=trainer.min_ranks, layout=layout)
         fits = memory is None or need.total <= memory
-        text = "" if fits else "; DOES NOT FIT: raise trainer.min_ranks, or replicate the weights (trainer.parallel.replicate)"
+        text = (
+            ""
+            if fits
+            else "; DOES NOT FIT: raise trainer.min_ranks, or replicate the weights (trainer.parallel.replicate)"
+        )
         lines.append(("", f"one of {trainer.min_ranks} ranks (trainer.min_ranks): {size_text(need.total)}{text}"))
     return lines
 

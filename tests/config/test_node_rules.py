@@ -24,7 +24,10 @@ def refused(*overrides: str) -> str:
         (["nodes.train=5"], "nodes.train: 5 of 4 nodes (nodes.expected) cannot train"),
         (["nodes.train=4"], "nodes.expected: 4 nodes train and none is left to roll out; raise it, or lower"),
         (["nodes.train=3"], "nodes.train: 2 trainer.ranks cannot be divided equally among 3 nodes"),
-        (["trainer.parallel.replicate=3"], "trainer.parallel.replicate: 2 trainer.ranks cannot be divided into 3 equal groups"),
+        (
+            ["trainer.parallel.replicate=3"],
+            "trainer.parallel.replicate: 2 trainer.ranks cannot be divided into 3 equal groups",
+        ),
         (["trainer.min_ranks=1"], "trainer.min_ranks: no rank is left if the only host with ranks is lost"),
         (["nodes.expected=0", "trainer.min_ranks=1"], "trainer.min_ranks: no rank is left if the only host with ranks"),
         (["nodes.train=2", "trainer.min_ranks=3"], "trainer.min_ranks: 3 is more than trainer.ranks (2)"),
