@@ -123,7 +123,7 @@ class Watched:
         cell: Cell = {"s to training": round(time.monotonic() - began, 1)}
         before = self.until_recorded("TrainerLost", begin=first)
         cell["tokens meanwhile"] = num_tokens(self.facts[:ready]) - num_tokens(self.facts[:before])
-        self._until_as_before()
+        self.until_as_before()
         return cell
 
     def find(self, how: str) -> Cell:
@@ -137,10 +137,10 @@ class Watched:
         seconds = round(time.monotonic() - began, 1)
         reason = self.facts[lost - 1]["reason"]
         assert FOUND[how] in reason, reason
-        self._until_as_before()
+        self.until_as_before()
         return {"s to the loss": seconds, "reason": reason}
 
-    def _until_as_before(self) -> None:
+    def until_as_before(self) -> None:
         """Wait until a new step is trained, and answers for the next one are sampled, for which training waits."""
         step = len(history(self.facts)[0])
         while step not in history(self.facts)[0]:
@@ -233,6 +233,8 @@ class LostRanks:
             folder.mkdir()
         os.environ["CHAOS_MOMENTS"] = str(moments)
         with (on_nodes if target == "node" else local)(base, self.model, moments) as watched:
+            if reference is not None:
+                watched.until_as_before()
             for how in FOUND if target == "nothing" else ():
                 self._write(target, how, watched.find(how))
             for number, moment in enumerate(MOMENTS if target in TARGETS else ()):
