@@ -108,7 +108,8 @@ async def listen_for_ranks(
     token, address = config.trainer.token or secrets.token_hex(16), config.trainer.address
     if config.num_training_nodes:
         address = f"{config.nodes.address.rpartition(':')[0]}:{address.rpartition(':')[2]}"
-    end = ControllerEnd(address=address, token=token, world_size=config.trainer.ranks, now=now, epoch=epoch)
+    size = None if config.trainer.min_ranks is not None else config.trainer.ranks
+    end = ControllerEnd(address=address, token=token, world_size=size, now=now, epoch=epoch)
     address = await end.start()
     stack.push_async_callback(end.close)
     return end, address, token
@@ -132,12 +133,11 @@ async def start_trainer(
             await nodes.start()
         except RemoteError as err:
             raise RunFailed(str(err)) from err
-        return opened.trainer_link(
-            end, recorder, ranks=nodes, paths=nodes.paths, keep=nodes.keep if nodes.are_apart else None
-        )
+        keep = nodes.keep if nodes.are_apart else None
+        return opened.trainer_link(end, recorder, ranks=nodes, num_ranks=nodes.num_ranks, paths=nodes.paths, keep=keep)
     ranks = HostRanks(config, node, address=address, token=token, lease=lease, opened=opened)
     await ranks.start()
-    return opened.trainer_link(end, recorder, ranks=ranks)
+    return opened.trainer_link(end, recorder, ranks=ranks, num_ranks=config.trainer.ranks)
 
 
 def make_controller(

@@ -16,6 +16,7 @@ import structlog
 
 from dora.app.opening import Opened
 from dora.app.settings import RankPaths
+from dora.config.schema import Config
 from dora.errors import RemoteError
 from dora.node.cluster import Cluster
 from dora.node.place import Place
@@ -47,16 +48,14 @@ class NodeRanks:
         self._opened = opened
         self._port = port
         self._places = [place for place in cluster.places if place.has_ranks]
-        self._active = self._places  # those whose ranks take part
         self._each = config.ranks_of_node
         #: Number of ranks that share one copy of the weights; 0: all ranks.
         self._shard_ranks = config.shard_ranks if config.trainer.parallel.replicate > 1 else 0
-        parallel = config.trainer.parallel
-        self._groups = parallel.expert, parallel.tensor
-        together = self._shard_ranks or parallel.expert  # only a multiple of this many ranks can train
-        self._nodes_at_once = together // math.gcd(together, self._each)
-        at_least = -(-(config.trainer.min_ranks or config.trainer.ranks) // self._each)
-        self._fewest = -(-at_least // self._nodes_at_once) * self._nodes_at_once
+        self._groups = config.trainer.parallel.expert, config.trainer.parallel.tensor
+        self._nodes_at_once = nodes_at_once(config)
+        self._fewest = fewest_nodes(config)
+        there = self._of_whole_copies([place for place in self._places if place.report is not None])
+        self._active = there if len(there) >= self._fewest else self._places  # those whose ranks take part
         self._has_own_store = config.nodes.store == "relay"
         self.are_apart = config.checkpoints_are_copied
 
@@ -64,8 +63,17 @@ class NodeRanks:
     def are_cut_off(self) -> bool:
         return any(place.is_silent for place in self._active)
 
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that take part."""
+        return self._each * len(self._active)
+
     async def start(self, incarnation: int = 0) -> None:
         """Have the nodes start them, which fetch what they need first."""
+        if len(self._active) < len(self._places):
+            why = self._why_lost(self._places) or "a node has not ended its ranks"
+            of_all = f"{self.num_ranks} of {len(self._places) * self._each} ranks"
+            self._opened.tell(f"{why}; training goes on with {of_all}")
         maker, spread = self._active[0], self._cluster.spread
         spread.maker = maker
         await self._within(lambda: spread.has_again(maker), "the versions of the run")
@@ -98,16 +106,15 @@ class NodeRanks:
             if not await self._are_free(self._fewest, NODES_TIMEOUT_S - REPLACE_TIMEOUT_S):
                 late = self._why_lost() or "a node has not ended its ranks"
                 raise RemoteError(f"{late} (waited for {NODES_TIMEOUT_S:g} s)")
-            free = [place for place in self._places if _has_none(place)]
-            self._active = free[: len(free) // self._nodes_at_once * self._nodes_at_once]
-        num_ranks = self._each * len(self._active)
-        if len(self._active) < len(self._places):
-            why = self._why_lost(self._places) or "a node has not ended its ranks"
-            self._opened.tell(f"{why}; training goes on with {num_ranks} of {len(self._places) * self._each} ranks")
+            self._active = self._of_whole_copies([place for place in self._places if _has_none(place)])
         if self._has_own_store:
             await asyncio.to_thread(hold_again, self._cluster, self._opened)
         await self.start(incarnation)
-        return num_ranks
+        return self.num_ranks
+
+    def _of_whole_copies(self, places: list[Place]) -> list[Place]:
+        """Return the first of these places that have whole copies of the weights together."""
+        return places[: len(places) // self._nodes_at_once * self._nodes_at_once]
 
     async def _are_free(self, count: int, timeout_s: float) -> bool:
         """Wait until this many nodes are there and have no ranks; return whether they are in time."""
@@ -227,6 +234,21 @@ class NodeRanks:
         if place.report is None:
             raise RemoteError(f"node {place.name}, which has ranks, is lost: {place.lost}")
         return place.report
+
+
+def nodes_at_once(config: Config) -> int:
+    """Return how many nodes at least have whole copies of the weights together, of which only whole ones take part, or
+    whole groups that divide the experts."""
+    together = config.shard_ranks if config.trainer.parallel.replicate > 1 else config.trainer.parallel.expert
+    return together // math.gcd(together, config.ranks_of_node)
+
+
+def fewest_nodes(config: Config) -> int:
+    """Return the number of nodes with ranks that `trainer.min_ranks` needs; without it, that of all."""
+    if not config.num_training_nodes:
+        return 0
+    at_least, at_once = config.trainer.min_ranks or config.trainer.ranks, nodes_at_once(config)
+    return math.ceil(at_least / (at_once * config.ranks_of_node)) * at_once
 
 
 def hold_again(cluster: Cluster, opened: Opened) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from dora import files
-from dora.app.node_ranks import hold_again
+from dora.app.node_ranks import REPLACE_TIMEOUT_S, fewest_nodes, hold_again
 from dora.app.opening import Opened
 from dora.app.settings import live_bytes
 from dora.config.schema import Config
@@ -57,7 +57,7 @@ async def open_cluster(opened: Opened) -> AsyncIterator[Cluster]:
     )
     async with Cluster.listening(config, settings, store=opened.store, checkpoints=folder.checkpoints) as cluster:
         await asyncio.to_thread(_name_versions, cluster, opened)
-        await _wait_for_enough(cluster, config)
+        await _wait_for_enough(cluster, config, is_resumed=job.epoch > 0)
         yield cluster
 
 
@@ -72,25 +72,32 @@ def _name_versions(cluster: Cluster, opened: Opened) -> None:
         hold_again(cluster, opened)
 
 
-async def _wait_for_enough(cluster: Cluster, config: Config) -> None:
-    """Wait for all nodes with ranks, and for servers enough to hold K + 1 versions."""
+async def _wait_for_enough(cluster: Cluster, config: Config, *, is_resumed: bool) -> None:
+    """Wait for all nodes with ranks, and for servers enough to hold K + 1 versions.
+
+    A resume waits for all nodes with ranks for REPLACE_TIMEOUT_S, and then for as many as `trainer.min_ranks` needs.
+    """
     servers = max(1, config.max_staleness + 1 if config.rollout.strategy == "dora" else 1) - len(config.engine.urls)
 
-    def is_enough() -> bool:
+    def is_enough(wanted: int) -> bool:
         joined = [place for place in cluster.places if place.report is not None]
         training = sum(place.has_ranks for place in joined)
         begun = (len(joined) - training) // config.nodes_of_server * config.servers_of_node
-        return training == config.num_training_nodes and begun >= servers
+        return training >= wanted and begun >= servers
 
-    try:
-        async with asyncio.timeout(JOIN_TIMEOUT_S):
-            await cluster.wait_until(is_enough)
-    except TimeoutError:
-        missing = [f"{place.number} ({place.lost})" for place in cluster.places if place.report is None]
-        raise RunFailed(
-            f"nodes.expected: {len(missing)} of {config.nodes.expected} nodes have not joined within "
-            f"{JOIN_TIMEOUT_S:g} s: {', '.join(missing)}"
-        ) from None
+    fewest = fewest_nodes(config) if is_resumed else config.num_training_nodes
+    for wanted, timeout_s in (
+        (config.num_training_nodes, REPLACE_TIMEOUT_S),
+        (fewest, JOIN_TIMEOUT_S - REPLACE_TIMEOUT_S),
+    ):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                return await cluster.wait_until(partial(is_enough, wanted))
+    missing = [f"{place.number} ({place.lost})" for place in cluster.places if place.report is None]
+    raise RunFailed(
+        f"nodes.expected: {len(missing)} of {config.nodes.expected} nodes have not joined within "
+        f"{JOIN_TIMEOUT_S:g} s: {', '.join(missing)}"
+    )
 
 
 def connects(relay: RelaySource, *, tls: TlsFiles | None) -> bool | None:

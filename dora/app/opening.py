@@ -378,6 +378,7 @@ class Opened:
         recorder: Recorder,
         *,
         ranks: Ranks,
+        num_ranks: int,
         paths: Callable[[int], RankPaths] | None = None,
         keep: Callable[[Mapping[int, CheckpointWritten]], Awaitable[str]] | None = None,
     ) -> TrainerLink:
@@ -399,7 +400,7 @@ class Opened:
         return TrainerLink(
             end=end,
             ranks=ranks,
-            num_ranks=config.trainer.ranks,
+            num_ranks=num_ranks,
             configure=lambda rank: configure_message(
                 config,
                 (paths or here)(rank),

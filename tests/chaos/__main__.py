@@ -1,6 +1,7 @@
 """The long profile: `python -m tests.chaos --faults 200 --seed 1` injects 200 faults into small jobs.
 
-Prints each fault and a final summary; exit code 3 if anything was lost, done twice or violated.
+Prints each fault and a final summary; exit code 3 if anything was lost, done twice or violated, or if a rank
+was lost by its pulse that nobody had stopped.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def summary(report: Report) -> dict[str, object]:
         "lost": sum(v.lost for v in report.verdicts),
         "twice": sum(v.twice for v in report.verdicts),
         "violations": report.violations,
+        "seconds until a stopped rank is lost": [round(seconds, 1) for seconds in report.found_s],
+        "ranks lost by their pulse that were not stopped": report.false_alarms,
         "seconds to the first request of a resume": {
             "median": round(statistics.median(recovery), 1) if recovery else None,
             "longest": round(recovery[-1], 1) if recovery else None,
@@ -45,12 +48,13 @@ def main() -> None:
     options = parser.parse_args()
     base = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     driver = Driver(base, options.seed, tell=lambda line: print(line, flush=True))
-    found = summary(driver.drive(options.faults, steps=options.steps))
+    report = driver.drive(options.faults, steps=options.steps)
+    found = summary(report)
     text = json.dumps({"seed": options.seed, **found}, indent=1)
     print(text)
     if options.out:
         options.out.write_text(text + "\n")
-    sys.exit(3 if found["lost"] or found["twice"] or found["violations"] else 0)
+    sys.exit(3 if found["lost"] or found["twice"] or report.violations or report.false_alarms else 0)
 
 
 if __name__ == "__main__":

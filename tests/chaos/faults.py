@@ -161,12 +161,19 @@ class Report:
     faults: Counter[str] = field(default_factory=Counter)
     lives: int = 0
     recovery_s: list[float] = field(default_factory=list)  # from the resume command to the first request
+    found_s: list[float] = field(default_factory=list)  # from the stop of a rank to its loss
+    alarms: int = 0  # ranks that were lost because of their pulse
     verdicts: list[Verdict] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
     def num_faults(self) -> int:
         return self.faults.total()
+
+    @property
+    def false_alarms(self) -> int:
+        """Number of losses by a pulse of ranks that were not stopped."""
+        return self.alarms - len(self.found_s)
 
     @property
     def violations(self) -> list[str]:
@@ -196,6 +203,7 @@ class Driver:
                     self._attack(session, rounds, dice, until=num_faults)
                     session.finish()
                     self.report.verdicts.append(session.judge())
+                    self.report.alarms += sum(map(_is_alarm, _facts(session, "TrainerLost")))
                 except Unexpected as err:
                     self.report.problems.append(str(err))
                     self.tell(f"UNEXPECTED {err}")
@@ -232,15 +240,30 @@ class Driver:
         if not what.startswith("stop "):
             session.hit(what)
             return
-        for process in session.targets(what.removeprefix("stop ").removesuffix(" for good")):
+        if what.endswith("for good"):
+            return self._stop_for_good(session)
+        for process in session.targets(what.removeprefix("stop ")):
             try:
                 process.suspend()
-                if what.endswith("for good"):  # the controller finds it by its pulse, and kills it
-                    continue
                 time.sleep(dice.uniform(0.1, 2.0))  # the injected fault
                 process.send_signal(signal.SIGCONT)
             except psutil.NoSuchProcess:
                 continue
+
+    def _stop_for_good(self, session: Session) -> None:
+        """Stop a rank that is ready, and wait until the controller finds it by its pulse."""
+        if not session.wait(lambda: _are_ready(session), what="the ranks are ready"):
+            return
+        session.look()
+        begin, began = len(session.seen), time.monotonic()
+        session.ranks()[0].suspend()
+
+        def is_found() -> bool:
+            session.look()
+            return any(map(_is_alarm, session.seen[begin:]))
+
+        if session.wait(is_found, what="the loss of a stopped rank"):
+            self.report.found_s.append(time.monotonic() - began)
 
     def _damage(self, session: Session, kinds: tuple[str, ...], dice: random.Random) -> None:
         is_hurt = False
@@ -282,8 +305,22 @@ class Driver:
 
 
 def _shape(number: int) -> dict[str, object]:
-    """Return the settings of a job; every other one has a single server and trains on policy."""
-    return {"engine__instances": 1, "rollout__max_staleness": 0} if number % 2 else {}
+    """Return the settings of a job; every other one has a single server and a single rank, and trains on policy."""
+    return {"engine__instances": 1, "rollout__max_staleness": 0} if number % 2 else {"trainer__ranks": 2}
+
+
+def _are_ready(session: Session) -> bool:
+    try:
+        trainer = session.life.status()["trainer"]
+    except (OSError, AssertionError):
+        return False  # it starts, or ends
+    return bool(trainer["ranks_ready"] == trainer["ranks"])
+
+
+def _is_alarm(fact: Mapping[str, object]) -> bool:
+    """Whether ranks were lost because of their pulse."""
+    reason = str(fact.get("reason", ""))
+    return fact["type"] == "TrainerLost" and ("has been silent for" in reason or "has made progress for" in reason)
 
 
 def _has_begun(session: Session, what: str) -> bool:

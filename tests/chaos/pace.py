@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import zlib
 from pathlib import Path
 
 
@@ -18,3 +19,8 @@ def score(*, prompt: str, response: str, answer: str, metadata: dict[str, object
     time.sleep(float(os.environ["CHAOS_GRADE_S"]))
     busy.unlink()
     return 0.0
+
+
+def varied(*, prompt: str, response: str, answer: str, metadata: dict[str, object]) -> float:
+    """Return a reward that differs between answers, and is the same for equal ones."""
+    return float(zlib.crc32(response.encode()) % 8) / 8.0

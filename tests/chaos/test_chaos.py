@@ -19,5 +19,6 @@ def test_twenty_faults_cost_no_group_and_train_none_twice(tmp_path: Path) -> Non
     report = Driver(tmp_path, SEED).drive(FAULTS, steps=STEPS)
     assert report.violations == []
     assert report.num_faults >= FAULTS
+    assert report.false_alarms == 0
     assert sum(verdict.trained for verdict in report.verdicts) == 4 * STEPS * len(report.verdicts)
     assert sum(verdict.lost + verdict.twice for verdict in report.verdicts) == 0

@@ -43,6 +43,12 @@ class Pair:
         self.hosts[name] = self.network.host(name)
         self.cluster.node(self.hosts[name])
 
+    def resume(self) -> None:
+        """Stop the run, and resume it."""
+        self.run.interrupt()
+        assert self.run.end() == 130
+        self.run = self.cluster.resume(self.run.host, self.run.folder)
+
     def until_trains_with(self, ranks: int, *, files: int | None = None) -> None:
         """Wait until this many ranks are ready, have trained a step, and have written a checkpoint of `files` files."""
         wanted = {"ranks": ranks, "ranks_ready": ranks}
@@ -75,11 +81,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
                     one.add(name)
                 yield one
             finally:
-                sys.stdout.write(f"{run.told()}\n{cluster.told()}\n")
+                sys.stdout.write(f"{run.told()}\n{one.run.told()}\n{cluster.told()}\n")
+                one.run.kill()
 
 
 def test_the_ranks_that_are_left_train_on_until_others_join(pair: Pair) -> None:
-    """The first to be lost is the node with rank 0, which publishes and whose checkpoints are named first."""
+    """The first to be lost is the node with rank 0, which publishes and whose checkpoints are named first. A resume
+    waits for the last one as long as the run did."""
     pair.until_trains_with(2)
     pair.crash("node-0")
     pair.until_trains_with(1)
@@ -87,12 +95,16 @@ def test_the_ranks_that_are_left_train_on_until_others_join(pair: Pair) -> None:
     pair.until_trains_with(2)
     pair.crash("node-1")
     pair.until_trains_with(1)
+    pair.resume()
+    pair.until_trains_with(1)
+    pair.add("node-4")
+    pair.until_trains_with(2)
     pair.run.interrupt()
     assert pair.run.end() == 130
     assert_run_is_right(pair.run.folder)
     lost = [event.reason for event in events_of(pair.run.folder, ev.TrainerLost)]
-    assert len(lost) == 3, lost
-    assert lost[1] == "all 2 ranks train again, with node node-3"
+    assert len(lost) == 4, lost
+    assert lost[1::2] == [f"all 2 ranks train again, with node node-{number}" for number in (3, 4)]
 
 
 @pytest.mark.parametrize("pair", [2], indirect=True)

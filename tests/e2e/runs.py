@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from dora.core.commands import Command
 from dora.core.events import Event
 from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
+from dora.seed.policy import path as seed_path
 
 #: Generous: other work may share the machine.
 START_S = 120.0
@@ -87,6 +89,20 @@ def slow(folder: Path, model: Path, **changes: object) -> list[str]:
         "status__port": 0,
     }
     return settings(**{**values, **changes})
+
+
+def make_slow_policy(folder: Path) -> Path:
+    """The seed's tokenizer over a larger, random policy: its stop token is one of so many that answers reach the token
+    budget, and a hundred tokens take a good part of a second."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(seed_path(), folder)
+    config = AutoConfig.from_pretrained(
+        folder, vocab_size=2048, hidden_size=192, intermediate_size=768, num_hidden_layers=8
+    )
+    config.layer_types = ["full_attention"] * 8
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
 
 
 def paced_workload(
