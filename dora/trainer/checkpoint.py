@@ -39,7 +39,7 @@ from dora.trainer.agreement import gather_bytes, gather_flags, together
 from dora.trainer.buckets import TYPES, buckets_of
 from dora.trainer.full_disk import wait_for_space
 from dora.trainer.meeting import Meeting
-from dora.trainer.resharding import Arrangement, Divided, Own, own_parts_of, read_parts
+from dora.trainer.resharding import Arrangement, Divided, OwnBlock, own_blocks_of, read_blocks
 from dora.trainer.side_stream import SideStream
 from dora.transport.messages import CheckpointWritten
 from dora.weights.checkpoints import (
@@ -228,7 +228,7 @@ def load(storage: Storage, paths: Sequence[Path], *, tensors: Mapping[str, Tenso
     checkpoint is left and `may_start_over`, `tensors` stay as they are, for step 0.
     """
     skipped: list[str] = []
-    own = own_parts_of(tensors, storage.arrangement, device=storage.device, divided=storage.divided)
+    own = own_blocks_of(tensors, storage.arrangement, device=storage.device, divided=storage.divided)
     for path in paths:
         reason = ""
         manifest = together(partial(_read_manifest, path, storage), device=storage.device)
@@ -291,7 +291,7 @@ def _read(
     storage: Storage,
     *,
     tensors: Mapping[str, Tensor],
-    own: Mapping[str, Own],
+    own: Mapping[str, OwnBlock],
 ) -> dict[str, Tensor]:
     """Return this rank's part of a checkpoint, verified against its checksum."""
     rank = storage.own_file
@@ -320,7 +320,7 @@ def _read_others(
     manifest: CheckpointManifest,
     *,
     tensors: Mapping[str, Tensor],
-    own: Mapping[str, Own],
+    own: Mapping[str, OwnBlock],
     divided: Divided | None,
 ) -> dict[str, Tensor]:
     """Return this rank's part of a checkpoint of ranks in another arrangement; it verifies its share of the files."""
@@ -329,7 +329,7 @@ def _read_others(
         for written_by in range(dist.get_rank(), manifest.world_size, dist.get_world_size()):
             if checksum_of(paths[written_by]) != manifest.file_checksums[written_by]:
                 raise Damaged(f"{paths[written_by]} does not match its checksum")
-        return read_parts(paths, arrangement_of(manifest), tensors=tensors, own=own, divided=divided)
+        return read_blocks(paths, arrangement_of(manifest), tensors=tensors, own=own, divided=divided)
     except (OSError, SafetensorError, ForeignFileError) as err:
         raise Damaged(f"{path} is damaged ({err})") from err
 

@@ -41,7 +41,7 @@ from transformers.core_model_loading import (
 from dora.errors import ConfigError
 from dora.model_files import indexed_files
 from dora.trainer.full_disk import print_error
-from dora.trainer.meshes import Part, part_of
+from dora.trainer.meshes import Block, block_of
 
 _FP8: Final = ("F8_E4M3", "F8_E5M2")
 
@@ -320,7 +320,7 @@ def _files_by_name(model_path: Path) -> dict[str, Path]:
 def load_shards(model: Any, folder: ModelFolder, plan: Plan, *, rank: int) -> None:
     """Fill this rank's rows and all persistent buffers. `rank`: its number in its copy of the weights."""
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    parts = {name: own_part(tensor, rank) for name, tensor in tensors.items()}
+    parts = {name: own_block(tensor, rank) for name, tensor in tensors.items()}
     rows = {name: part.rows for name, part in parts.items()}
     filled: dict[int, str] = {}
     for conversion in plan.conversions:
@@ -339,12 +339,12 @@ def load_shards(model: Any, folder: ModelFolder, plan: Plan, *, rank: int) -> No
                 )
 
 
-def own_part(tensor: Tensor, rank: int) -> Part:
+def own_block(tensor: Tensor, rank: int) -> Block:
     """Return the part of a tensor of the model that a rank has; buffers are whole on every rank."""
     if isinstance(tensor, DTensor):
-        return part_of(tensor, rank)
+        return block_of(tensor, rank)
     rows, columns = (*tensor.shape[:2], 1, 1)[:2]
-    return Part(range(rows), range(columns))
+    return Block(range(rows), range(columns))
 
 
 def _read(model: Any, folder: ModelFolder, conversion: Conversion, rows: Mapping[str, range]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from dora.errors import ConfigError
 REPLICATE, SHARD, GROUP = "replicate", "shard", "group"  # dimensions of a mesh
 
 
-class Part(NamedTuple):
+class Block(NamedTuple):
     """A part of a tensor: some of its first two dimensions."""
 
     rows: range
@@ -84,20 +84,20 @@ def _arranged(device: str, shape: dict[str, int]) -> DeviceMesh:
     return init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
-def part_of(tensor: DTensor, rank: int) -> Part:
+def block_of(tensor: DTensor, rank: int) -> Block:
     """Return the part of a parameter that a rank has. `rank`: its number in its copy of the weights.
 
     The last dimension of the mesh divides the parameter first: a group of ranks before FSDP2.
     """
-    part = Part(range(tensor.shape[0]), range(tensor.shape[1] if tensor.dim() > 1 else 1))
+    part = Block(range(tensor.shape[0]), range(tensor.shape[1] if tensor.dim() > 1 else 1))
     for size, placement in reversed([*zip(tensor.device_mesh.shape, tensor.placements, strict=True)]):
         if not placement.is_replicate():
             rank, place = divmod(rank, size)
             rows, columns = part
             if placement.is_shard(1):
-                part = Part(rows, chunk_of(columns, place, size))
+                part = Block(rows, chunk_of(columns, place, size))
             else:
-                part = Part(chunk_of(rows, place, size), columns)
+                part = Block(chunk_of(rows, place, size), columns)
     return part
 
 

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from dora.trainer import buckets
 from dora.trainer.buckets import TYPES, rows_in
-from dora.trainer.loading import Conversion, as_published, own_part, stacks_rows
-from dora.trainer.meshes import Part
+from dora.trainer.loading import Conversion, as_published, own_block, stacks_rows
+from dora.trainer.meshes import Block
 from dora.trainer.model import Policy
 from dora.weights.file_plan import TensorSpec
 
@@ -96,7 +96,7 @@ class Parts:
     def _rows(self, conversion: Conversion, owner: int) -> Iterator[Piece]:
         """Yield, on the owner, the rows of all ranks, some of each rank at a time."""
         [name], [target] = conversion.sources, conversion.targets
-        everyones = [part.rows for part in self._parts_of(target)]
+        everyones = [part.rows for part in self._blocks_of(target)]
         local, most = self._local(target), max(map(len, everyones))
         step = rows_in(buckets.BUCKET_BYTES // self._world_size, local)
         for start in range(0, most, step):
@@ -112,7 +112,7 @@ class Parts:
         for target in conversion.targets:
             tensor = self._tensors[target]
             if isinstance(tensor, DTensor):
-                parts = self._parts_of(target)
+                parts = self._blocks_of(target)
                 found = self._gather_to(owner, self._local(target), max(len(part.rows) for part in parts))
                 tensor = torch.empty(tensor.shape if found else 0, dtype=tensor.dtype, device=tensor.device)
                 for part, values in zip(parts, found, strict=False):
@@ -150,16 +150,16 @@ class Parts:
 
     def _shard(self, conversion: Conversion) -> _Shard:
         tensor = self._tensors[conversion.targets[0]]
-        return _Shard(conversion, own_part(tensor, self._rank).rows.start, self._local(conversion.targets[0]))
+        return _Shard(conversion, own_block(tensor, self._rank).rows.start, self._local(conversion.targets[0]))
 
-    def _parts_of(self, target: str) -> list[Part]:
+    def _blocks_of(self, target: str) -> list[Block]:
         """Return the part of a tensor that each rank has."""
-        return [own_part(self._tensors[target], rank) for rank in range(self._world_size)]
+        return [own_block(self._tensors[target], rank) for rank in range(self._world_size)]
 
     def _has_columns(self, conversion: Conversion) -> bool:
         """Return whether ranks have some columns of a tensor, so that their rows are not contiguous in a file."""
         tensors = [self._tensors[target] for target in conversion.targets]
-        return any(tensor.dim() > 1 and len(own_part(tensor, 0).columns) < tensor.shape[1] for tensor in tensors)
+        return any(tensor.dim() > 1 and len(own_block(tensor, 0).columns) < tensor.shape[1] for tensor in tensors)
 
     def _local(self, target: str) -> Tensor:
         tensor = self._tensors[target]

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dora.errors import ConfigError
-from dora.trainer.meshes import Part
+from dora.trainer.meshes import Block
 
 
 class Divided(NamedTuple):
@@ -52,17 +52,17 @@ class Arrangement:
         return of_groups if dimension == 1 else [[file for files in of_groups for file in files]]
 
 
-class Own(NamedTuple):
+class OwnBlock(NamedTuple):
     """The part of a whole tensor that this rank has."""
 
-    part: Part
+    block: Block
     rows: int  # of the whole tensor
     columns: int
 
 
-def own_parts_of(
+def own_blocks_of(
     tensors: Mapping[str, Tensor], arrangement: Arrangement, *, device: torch.device, divided: Divided | None = None
-) -> dict[str, Own]:
+) -> dict[str, OwnBlock]:
     """Return this rank's part of each tensor; a collective. `device`: of collectives."""
     mine = torch.tensor([len(tensor) if tensor.dim() else 0 for tensor in tensors.values()], device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -74,17 +74,17 @@ def own_parts_of(
         place, files = next((place, files) for place, files in enumerate(columns) if rank in files)
         start = sum(counts[file][number] for file in files[: files.index(rank)])
         width = tensor.shape[1] if tensor.dim() > 1 else 1
-        part = Part(range(start, start + counts[rank][number]), range(width * place, width * (place + 1)))
-        found[name] = Own(part, sum(counts[file][number] for file in files), width * len(columns))
+        block = Block(range(start, start + counts[rank][number]), range(width * place, width * (place + 1)))
+        found[name] = OwnBlock(block, sum(counts[file][number] for file in files), width * len(columns))
     return found
 
 
-def read_parts(
+def read_blocks(
     paths: Sequence[Path],
     arrangement: Arrangement,
     *,
     tensors: Mapping[str, Tensor],
-    own: Mapping[str, Own],
+    own: Mapping[str, OwnBlock],
     divided: Divided | None = None,
 ) -> dict[str, Tensor]:
     """Return this rank's part of a checkpoint, whose files are in the order of the ranks that wrote them.
@@ -104,7 +104,7 @@ def read_parts(
         return found
 
 
-def _read(folder: Path, columns: Sequence[Sequence[Any]], name: str, like: Tensor, own: Own) -> Tensor:
+def _read(folder: Path, columns: Sequence[Sequence[Any]], name: str, like: Tensor, own: OwnBlock) -> Tensor:
     """Return a part of a tensor; `columns`: the files in the order of their rows, for each part of the columns."""
     another = f"{folder} belongs to another model: {name} has"
     shapes = [file.get_slice(name).get_shape() for files in columns for file in files]
@@ -118,19 +118,19 @@ def _read(folder: Path, columns: Sequence[Sequence[Any]], name: str, like: Tenso
     result = torch.empty_like(like, device="cpu")
     for number, files in enumerate(columns):
         end, left = 0, number * width
-        across = _shared(own.part.columns, range(left, left + width))
+        across = _shared(own.block.columns, range(left, left + width))
         for file in files:
             stored = file.get_slice(name)
             count, *shape = stored.get_shape()
             if shape != of_row:
                 raise ConfigError(f"{another} rows of shape {tuple(shape)}")
-            rows = _shared(own.part.rows, range(end, end + count))
+            rows = _shared(own.block.rows, range(end, end + count))
             if rows and across:
                 values = stored[rows.start - end : rows.stop - end]
-                here = result[rows.start - own.part.rows.start :][: len(rows)]
+                here = result[rows.start - own.block.rows.start :][: len(rows)]
                 if like.dim() > 1:
                     values = values[:, across.start - left : across.stop - left]
-                    here = here[:, across.start - own.part.columns.start :][:, : len(across)]
+                    here = here[:, across.start - own.block.columns.start :][:, : len(across)]
                 here.copy_(values)
             end += count
         if end != own.rows:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from dora.core.ids import VersionId
 from dora.trainer.checkpoint import Saver, Storage
 from dora.trainer.meeting import Meeting
-from dora.trainer.meshes import make_mesh, part_of
+from dora.trainer.meshes import block_of, make_mesh
 from dora.trainer.model import Policy
 from dora.trainer.parts import Parts
 from dora.trainer.publish import Publisher, copy_model_files, make_files, write_piece
@@ -71,7 +71,7 @@ def whole(tensor: Tensor) -> Tensor:
         return tensor.detach()
     ranks = tensor.device_mesh.size()
     copies = math.prod(n for n, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if p.is_replicate())
-    parts = [part_of(tensor, rank) for rank in range(ranks // copies)]
+    parts = [block_of(tensor, rank) for rank in range(ranks // copies)]
     local = tensor.detach().to_local()
     mine = local.new_zeros(max(len(part.rows) for part in parts), *local.shape[1:])
     mine[: len(local)] = local

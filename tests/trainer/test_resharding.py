@@ -23,7 +23,7 @@ from dora.trainer import checkpoint
 from dora.trainer.meeting import Meeting
 from dora.trainer.model import Policy
 from dora.trainer.optimizer import ShardOptimizer
-from dora.trainer.resharding import Arrangement, Divided, own_parts_of
+from dora.trainer.resharding import Arrangement, Divided, own_blocks_of
 from dora.weights.checkpoints import folder_of, rank_file
 from tests.families import make_model
 from tests.trainer.publishing import load_policy
@@ -75,11 +75,12 @@ def hash_of(name: str) -> int:
 
 def updated(policy: Policy, optimizer: ShardOptimizer, *, count: int) -> None:
     """Make some updates with gradients that do not depend on the number of ranks."""
-    own = own_parts_of(policy.shards(), Arrangement(policy.sharding.size()), device=policy.device)
+    own = own_blocks_of(policy.shards(), Arrangement(policy.sharding.size()), device=policy.device)
     shapes = {name: tuple(parameter.shape) for name, parameter in policy.model.named_parameters()}
     for update in range(count):
         gradients = {
-            name: whole(name, shapes[name], update=update)[own[name].part.slices[0]].clone() for name in policy.shards()
+            name: whole(name, shapes[name], update=update)[own[name].block.slices[0]].clone()
+            for name in policy.shards()
         }
         optimizer.update(gradients, learning_rate=1e-2)
 
