@@ -170,7 +170,7 @@ def test_parts_of_as_many_ranks_are_sent_as_they_are() -> None:
 def test_ranks_that_divide_sequences_get_the_same_part() -> None:
     parts = wave((0,), (1,))
     for num_ranks, expected in ((4, [0, 0, 1, 1]), (2, None)):
-        ranks = spread(parts, num_ranks=num_ranks, context_ranks=2)
+        ranks = spread(parts, num_ranks=num_ranks, ranks_per_part=2)
         assert [ranks[rank] is ranks[rank + 1] for rank in range(0, num_ranks, 2)] == [True] * (num_ranks // 2)
         assert len(ranks) == num_ranks
         if expected is not None:
