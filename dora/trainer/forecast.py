@@ -6,8 +6,8 @@ runs. The others return their input, and the memory that the first one keeps is 
 copies that FSDP2 makes of weights and gradients are calculated. Two parts that only a GPU has are left out: the scratch
 memory of kernels, and the unused parts of the allocator's blocks. Ranks that divide a pass are forecast as if each had
 a pass of its own tokens: in attention, all tokens of some heads take as much as some tokens of all heads. Left out are
-the output of attention, which is kept before and after its exchange (5 % of what a small model keeps), what the exchange
-of one layer needs, and keys and values that are repeated because their heads cannot be divided.
+the output of attention, which is kept before and after its exchange (5 % of what a small model keeps), the exchange of
+one layer, and keys and values that are repeated because their heads cannot be divided.
 """
 
 from __future__ import annotations
