@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dora.controller.recorder import read_rows
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.journal.run_folder import RunFolder
@@ -49,4 +50,22 @@ def test_a_run_goes_on_with_fewer_ranks_and_then_with_copies_of_the_weights(tmp_
     dropped = [order.group for order in orders_of(folder, cmd.DropGroup)]
     assert sorted(trained + dropped) == [order.group for order in orders_of(folder, cmd.AdmitGroup)]
     assert [order.reason for order in orders_of(folder, cmd.FinishRun)] == [f"all {STEPS} steps are trained"]
+    assert_audit_clean(folder)
+
+
+def test_a_run_whose_ranks_divide_sequences_goes_on_with_ranks_that_divide_matrices(tmp_path: Path) -> None:
+    changes = {"trainer__ranks": 2, "trainer__parallel__context": 2, "trainer__shared_prompts": "on"}
+    with Run(*small(tmp_path, run__steps=4, trainer__checkpoint_every=1, **changes)) as run:
+        folder = run.folder
+        run.until_trained(2)
+        run.interrupt()
+        assert run.end() == 130, run.told()
+    again = settings(status__port=0, trainer__parallel__context=1, trainer__parallel__tensor=2)
+    with Run("--resume", str(folder.root), *again) as run:
+        assert run.end() == 0, run.told()
+        assert "trainer.parallel.context: 2 -> 1" in run.told()
+    assert all(len(order.ranks) == 1 for order in orders_of(folder, cmd.TrainMicroBatch))  # the parts of a wave
+    trained = [row["trainer"]["all/sequences"] for row in read_rows(folder.metrics, kind="step")]
+    assert trained == [16] * 4  # each once
+    assert [order.reason for order in orders_of(folder, cmd.FinishRun)] == ["all 4 steps are trained"]
     assert_audit_clean(folder)

@@ -76,8 +76,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "tests/controller/test_lost_trainer.py",
         (
             "wave-for-all-ranks-though-fewer-are-left",
-            "num_ranks=self._start.num_ranks)):",
-            "num_ranks=self.num_ranks)):",
+            "spread(wave, num_ranks=start.num_ranks,",
+            "spread(wave, num_ranks=self.num_ranks,",
             "test_fewer_ranks_train_all_parts_of_a_wave",
         ),
         (

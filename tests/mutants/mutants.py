@@ -7,6 +7,7 @@ from typing import Final
 
 from tests.mutants import (
     core_in_flight,
+    divided_rows,
     durability,
     episodes,
     first_use,
@@ -1202,6 +1203,7 @@ MUTANTS: Final = (
     *foreign_files.MUTANTS,
     *hosts.MUTANTS,
     *limits.MUTANTS,
+    *divided_rows.MUTANTS,
     *losses.MUTANTS,
     *models.MUTANTS,
     *nodes.MUTANTS,

@@ -243,6 +243,8 @@ class Rank:
 
     def __init__(self, case: Case, folder: Path) -> None:
         policy_module.GATHERED_BYTES = 2**31 if case.gathered else 0
+        # Parts of a gradient may cancel, as those of the biases of keys do, and AdamW magnifies what float32 leaves.
+        policy_module.MASTER_DTYPE = torch.float32 if case.context_ranks == 1 else torch.float64
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.sent: list[Any] = []
         settings = TrainerSettings(

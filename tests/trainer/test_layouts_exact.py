@@ -30,7 +30,7 @@ from dora.trainer.meshes import make_mesh
 from dora.trainer.model import Policy
 from dora.trainer.packing import Layout
 from dora.trainer.step import Trainer
-from dora.transport.messages import Configure, StepDone
+from dora.transport.messages import Configure, StepDone, TrainerLogprobs
 from tests.families import make_model
 from tests.trainer.publishing import Unpublished, make_saver, whole
 
@@ -85,8 +85,10 @@ CASES: Final = (
     ("qwen2_moe", "three"),
     ("gpt_oss", "shared"),
 )
-OF_MATRICES: Final = (("qwen3", "plain"), ("qwen3", "shared"), ("gemma3_text", "plain"))
+FEW: Final = (("qwen3", "plain"), ("qwen2_moe", "three"))
+OF_ROWS: Final = (("qwen3", "shared"), ("gpt_oss", "shared"))
 OF_EXPERTS: Final = (("qwen2_moe", "three"), ("gpt_oss", "shared"))
+OF_MATRICES: Final = (("qwen3", "plain"), ("qwen3", "shared"), ("gemma3_text", "plain"))
 
 
 @dataclass
@@ -96,6 +98,7 @@ class Found:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)  # of each update, whole
     weights: dict[str, Tensor] = field(default_factory=dict)  # at the end
     metrics: list[dict[str, float]] = field(default_factory=list)  # of each step
+    sends_logprobs: bool = False
 
 
 class Observed(Trainer):
@@ -118,7 +121,7 @@ def train(folder: Path, kind: str, sharing: Sharing, mesh: DeviceMesh, context: 
     policy_module.load_config = with_eager_experts
     policy_module.GATHERED_BYTES = 2**31 if sharing.gathered else 0
     changes: dict[str, Any] = THREE if kind == "three" else PLAIN
-    settings = msgspec.structs.replace(SETTINGS, **changes, context_ranks=sharing.context)
+    settings = msgspec.structs.replace(SETTINGS, **changes, context_ranks=sharing.context, sends_logprobs=True)
     order = Configure(
         run_id="exact", model_path=str(folder), settings=settings, memory_root="", durable_root="", checkpoints="",
         resume_from=(), may_start_over=False, chain=chain_of(0), epoch=0, fence="",
@@ -169,13 +172,14 @@ class InFloat64(TorchFunctionMode):
 
 @dataclass
 class Listener:
-    """Keeps the metrics that are sent."""
+    """Keeps the metrics that are sent, and notes whether log-probs of answers are."""
 
     found: Found
 
     def send(self, message: object) -> None:
         if isinstance(message, StepDone):
             self.found.metrics.append(dict(message.metrics))
+        self.found.sends_logprobs |= isinstance(message, TrainerLogprobs)
 
 
 def _rank(rank: int, root: Path) -> None:
@@ -190,6 +194,7 @@ def _rank(rank: int, root: Path) -> None:
             context = make_context(sharing.context)
             for family, kind in cases_of(sharing):
                 found = train(root / family, kind, sharing, mesh, context)
+                assert found.sends_logprobs is (rank % sharing.context == 0)
                 if rank == 0:
                     saved = found.gradients, found.weights, found.metrics
                     torch.save(saved, file_of(root, family, kind, sharing))
@@ -198,7 +203,14 @@ def _rank(rank: int, root: Path) -> None:
 
 
 def cases_of(sharing: Sharing) -> tuple[tuple[str, str], ...]:
-    return OF_EXPERTS if sharing.experts > 1 else OF_MATRICES if sharing.tensor > 1 else CASES
+    """All that say something about a kind of sharing in one of its forms, and some in the others."""
+    if sharing.experts > 1:
+        return OF_EXPERTS if sharing.gathered else OF_EXPERTS[:1]
+    if sharing.tensor > 1:
+        return OF_MATRICES if sharing.shard_ranks < sharing.ranks else OF_MATRICES[:2]
+    if sharing.context > 1:
+        return CASES if sharing.context == 4 else OF_ROWS
+    return CASES if sharing in (ALONE, Sharing(4, 2)) else FEW
 
 
 def file_of(root: Path, family: str, kind: str, sharing: Sharing) -> Path:

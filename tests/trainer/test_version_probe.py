@@ -18,11 +18,12 @@ from dora.app.settings import trainer_settings
 from dora.config.schema import Config
 from dora.trainer import model as policy_module
 from dora.trainer.batch import pack
+from dora.trainer.context import make_context
 from dora.trainer.logprobs import logprobs
 from dora.trainer.meshes import make_mesh
 from dora.trainer.metrics import PROBED
 from dora.trainer.model import Policy
-from dora.trainer.packing import Layout
+from dora.trainer.packing import PACKED, Layout
 from dora.trainer.probe import Probe
 from dora.transport.messages import MicroBatch
 from dora.weights.store import VersionStore
@@ -62,9 +63,9 @@ def compute(policy: Policy, batch: MicroBatch) -> Tensor:
     return found
 
 
-def make_probe(policy: Policy, store: VersionStore, *, budget: int = 10_000) -> Probe:
-    settings = msgspec.structs.replace(SETTINGS, probe_tokens=budget)
-    return Probe(store, policy=policy, layout=Layout(), settings=settings)
+def make_probe(policy: Policy, store: VersionStore, layout: Layout = PACKED) -> Probe:
+    settings = msgspec.structs.replace(SETTINGS, probe_tokens=10_000)
+    return Probe(store, policy=policy, layout=layout, settings=settings)
 
 
 def add(probe: Probe, batch: MicroBatch, current_P: Tensor, behavior_P: Tensor) -> None:
@@ -233,6 +234,12 @@ def check_two_ranks(folder: Path, model_path: Path, rank: int) -> None:
         assert found["engine_mismatch_k3"] == pytest.approx(k3(-noise_P), rel=1e-4)
         assert found["version_drift_k3"] == pytest.approx(k3(current_P - sampled_P), rel=1e-4)
     assert probe.close() == {"probe_tokens": 0, "probe_skipped": 0}
+    divided = make_probe(policy, store, Layout(context=make_context(RANKS)))
+    add(divided, BATCH, current_P, sampled_P + noise_P)  # of both ranks
+    found = divided.close()
+    assert found["probe_tokens"] == len(sampled_P)
+    assert found["engine_mismatch_k3"] == pytest.approx(k3(-noise_P), rel=1e-4)
+    assert found["version_drift_k3"] == pytest.approx(k3(current_P - sampled_P), rel=1e-4)
     for name, tensor in policy.loaded().items():
         assert torch.equal(tensor, before[name]), name
     store.discard(0)
