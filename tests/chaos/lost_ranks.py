@@ -19,6 +19,7 @@ the first loss.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -44,8 +45,8 @@ TARGETS = ("rank 0", "rank 1", "torchrun", "node")
 MOMENTS = ("waiting", "forward", "close", "publish", "checkpoint", "probe", "loading")
 #: Ranks that do not end, and why they are lost.
 FOUND = {"stopped": "has been silent for", "wedged": "no trainer rank has made progress for"}
-#: Limit of each wait, and of the end of a run.
-PATIENCE_S = 300.0
+#: Limits of each wait, and of the end of a run.
+PATIENCE_S, END_S = 300.0, 1200.0
 #: Files in /dev/shm of a host: the versions of a run.
 SHM_MB = 256
 
@@ -86,6 +87,7 @@ class Watched:
     run: Run
     moments: Path
     cluster: Cluster | None = None
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(3))  # of nodes that replace others
     facts: list[Record] = field(default_factory=list)
     follower: Follower = field(init=False)
 
@@ -165,7 +167,7 @@ class Watched:
             for process in self.cluster.network.hosts[host].processes():
                 process.kill()
             self.cluster.nodes.pop(host)
-            self.cluster.node(self.cluster.network.host(f"{host}-again", shm_mb=SHM_MB))
+            self.cluster.node(self.cluster.network.host(f"node-{next(self.numbers)}", shm_mb=SHM_MB))
             return
         rank = psutil.Process(pid)
         (rank.parent() if target == "torchrun" else rank).send_signal(signal.SIGKILL)  # type: ignore[union-attr]
@@ -240,7 +242,7 @@ class LostRanks:
             for number, moment in enumerate(MOMENTS if target in TARGETS else ()):
                 rank = number % 2 if target == "node" else int(target == "rank 1")
                 self._write(target, moment, watched.kill_at(moment, target, rank=rank))
-            code = watched.run.end(timeout_s=PATIENCE_S)
+            code = watched.run.end(timeout_s=END_S)
             assert code == 0, watched.run.told()
             watched.look()
             found = history(watched.facts)
