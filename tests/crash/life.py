@@ -260,7 +260,7 @@ class World:
             else:
                 arrived = lambda batch: note(f"wave {batch.step}/{batch.index}")  # noqa: E731
                 ranks = RanksModel(end, opened, rng=rng, arrived=arrived)
-                trainer = opened.trainer_link(end, recorder, ranks=ranks)
+                trainer = opened.trainer_link(end, recorder, ranks=ranks, num_ranks=job.config.trainer.ranks)
                 for _ in range(self.plan.losses):
                     loop.call_later(rng.uniform(0.0, LOST_UNTIL_S), ranks.lose)
             controller = make_controller(
