@@ -240,20 +240,23 @@ class LostRanks:
         self.cells: dict[str, dict[str, Cell]] = json.loads(out.read_text()) if out.exists() else {}
         self.model = make_slow_policy(base / "model")
 
-    def fill(self, target: str, reference: History | None = None) -> History:
+    def left(self, target: str) -> list[str]:
+        """Return the cells of a row that are missing."""
+        return [
+            moment for moment in (FOUND if target == NOTHING else MOMENTS) if moment not in self.cells.get(target, {})
+        ]
+
+    def fill(self, target: str, *, steps: int, reference: History | None = None) -> History:
         """Run what is missing of a row, or the reference if there is none; return what the run has trained."""
         base, moments = self.base / target.replace(" ", "-"), self.base / f"moments-{target.replace(' ', '-')}"
         for folder in (base, moments):
             folder.mkdir()
         os.environ["CHAOS_MOMENTS"] = str(moments)
-        left = [
-            moment for moment in (FOUND if target == NOTHING else MOMENTS) if moment not in self.cells.get(target, {})
-        ]
-        job = {**JOB, "run__steps": steps_for(left), "model__path": self.model}
+        job = {**JOB, "run__steps": steps, "model__path": self.model}
         with (on_nodes if target == "node" else local)(base, job, moments) as watched:
             if reference is not None:
                 watched.until_as_before()
-                for moment in left:
+                for moment in self.left(target):
                     cell = watched.find(moment) if target == NOTHING else watched.kill_at(moment, target)
                     self._write(target, moment, cell)
             assert watched.run.end(timeout_s=END_S) == 0, watched.run.told()
@@ -305,10 +308,10 @@ def main() -> None:
     base = options.folder or Path(tempfile.mkdtemp(prefix="lost-ranks-"))
     base.mkdir(parents=True, exist_ok=True)
     lost = LostRanks(base, options.out)
-    reference = lost.fill("reference")
-    for target in options.targets:
-        if not lost.cells.get(target, {}).keys() >= {*(FOUND if target == NOTHING else MOMENTS)}:
-            lost.fill(target, reference)
+    steps = {target: steps_for(left) for target in options.targets if (left := lost.left(target))}
+    reference = lost.fill("reference", steps=max(steps.values(), default=0))
+    for target in steps:
+        lost.fill(target, steps=steps[target], reference=reference)
 
 
 if __name__ == "__main__":
