@@ -239,6 +239,8 @@ class TrainerLink:
                 case wire.RankReady():
                     await self._on_ready(rank, message)
                 case wire.RankSpans():
+                    if start.vitals is not None:
+                        start.vitals.note_spans(message)
                     if self.spans is not None:
                         self.spans.on_rank_spans(rank, message)
                 case wire.RankPulse():

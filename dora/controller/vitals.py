@@ -15,7 +15,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Final
 
-from dora.transport.messages import OWN_LIMIT, RankActivity, RankPulse
+from dora.transport.messages import OWN_LIMIT, RankActivity, RankPulse, RankSpans
 
 #: Longest time without a pulse, of which there are ten in it.
 SILENT_S: Final = 20.0
@@ -55,6 +55,11 @@ class Vitals:
             if rank.count >= 0:
                 self._longest[rank.activity] = max(self._longest[rank.activity], at - rank.changed_at)
             rank.count, rank.activity, rank.changed_at = pulse.count, pulse.activity, at
+
+    def note_spans(self, message: RankSpans) -> None:
+        """Take in what a rank has done: activities that fit between two pulses are known from here alone."""
+        for activity, _ in message.spans[:-1]:  # the last one may go on
+            self._longest.setdefault(activity, 0.0)
 
     def problem(self, *, at: float, are_cut_off: bool = False) -> str:
         """Return what is wrong; "" if nothing is. To be called every LOOK_S. `are_cut_off`: no pulse can arrive."""

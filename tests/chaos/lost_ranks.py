@@ -26,7 +26,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +42,8 @@ from tests.cluster.network import network_at
 from tests.e2e.runs import Run, assert_audit_clean, make_slow_policy, settings, until
 
 TARGETS = ("rank 0", "rank 1", "torchrun", "node")
+#: The row of ranks that are not killed.
+NOTHING = "nothing"
 MOMENTS = ("waiting", "forward", "close", "publish", "checkpoint", "probe", "loading")
 #: Ranks that do not end, and why they are lost.
 FOUND = {"stopped": "has been silent for", "wedged": "no trainer rank has made progress for"}
@@ -57,7 +59,6 @@ ON_NODES = ("--rdzv-backend=static", "--nproc-per-node=1")
 RANK = ("-m", "tests.chaos.rank")
 
 JOB: dict[str, object] = {
-    "run__steps": 3 * len(MOMENTS),
     "rollout__strategy": "one_step_off",
     "rollout__groups_per_step": 2,
     "rollout__group_size": 2,
@@ -108,8 +109,14 @@ class Watched:
     def look(self) -> None:
         self.facts += [record["event"] for record in self.follower.poll() if record["type"] == "Handled"]
 
-    def kill_at(self, moment: str, target: str, *, rank: int) -> Cell:
-        """Kill a target while this rank is at this moment; return the figures once a new step is trained."""
+    def kill_at(self, moment: str, target: str) -> Cell:
+        """Kill a target while a rank of it is at this moment; return the figures once a new step is trained.
+
+        Only ranks of the first node write versions.
+        """
+        if moment == "loading":
+            self.until_recorded("CheckpointSaved", begin=0)
+        rank = int(target == "rank 1" or (target == "node" and moment in ("forward", "checkpoint", "loading")))
         moments = ("waiting", "loading") if moment == "loading" else (moment,)
         for each in moments:
             (self.moments / f"{each}-{rank}").touch()
@@ -197,20 +204,25 @@ def history(facts: Sequence[Record]) -> History:
     return chains, versions
 
 
+def steps_for(moments: Collection[str]) -> int:
+    """Return the length of a run in which all of these moments come."""
+    return 3 * len(moments) + 4
+
+
 @contextmanager
-def local(base: Path, model: Path, moments: Path) -> Iterator[Watched]:
+def local(base: Path, job: Mapping[str, object], moments: Path) -> Iterator[Watched]:
     """A run whose ranks are on its own host."""
     command = json.dumps([*TORCHRUN, *ON_ONE_HOST, *RANK])
-    values = {**JOB, "run__folder": base, "model__path": model, "trainer__command": command}
+    values = {**job, "run__folder": base, "trainer__command": command}
     with Run(*settings(**values), patience_s=PATIENCE_S) as run:
         yield Watched(run, moments)
 
 
 @contextmanager
-def on_nodes(base: Path, model: Path, moments: Path) -> Iterator[Watched]:
+def on_nodes(base: Path, job: Mapping[str, object], moments: Path) -> Iterator[Watched]:
     """A run with two nodes of a rank each, and one with the server."""
     command = json.dumps([*TORCHRUN, *ON_NODES, *RANK])
-    changes = {**SMALL, **JOB, "nodes__train": 2, "model__path": model, "trainer__command": command}
+    changes = {**SMALL, **job, "nodes__train": 2, "trainer__command": command}
     with network_at(base / "net") as network:
         cluster = Cluster(network, {key: value for key, value in changes.items() if key != "engine__instances"})
         with cluster.run(network.host("controller", shm_mb=SHM_MB)) as run:
@@ -228,27 +240,33 @@ class LostRanks:
         self.cells: dict[str, dict[str, Cell]] = json.loads(out.read_text()) if out.exists() else {}
         self.model = make_slow_policy(base / "model")
 
-    def fill(self, target: str, reference: History | None = None) -> History:
-        """Run a row, or the reference if there is none; return what the run has trained."""
+    def left(self, target: str) -> list[str]:
+        """Return the cells of a row that are missing."""
+        return [
+            moment for moment in (FOUND if target == NOTHING else MOMENTS) if moment not in self.cells.get(target, {})
+        ]
+
+    def fill(self, target: str, *, steps: int, reference: History | None = None) -> History:
+        """Run what is missing of a row, or the reference if there is none; return what the run has trained."""
         base, moments = self.base / target.replace(" ", "-"), self.base / f"moments-{target.replace(' ', '-')}"
         for folder in (base, moments):
             folder.mkdir()
         os.environ["CHAOS_MOMENTS"] = str(moments)
-        with (on_nodes if target == "node" else local)(base, self.model, moments) as watched:
+        job = {**JOB, "run__steps": steps, "model__path": self.model}
+        with (on_nodes if target == "node" else local)(base, job, moments) as watched:
             if reference is not None:
                 watched.until_as_before()
-            for how in FOUND if target == "nothing" else ():
-                self._write(target, how, watched.find(how))
-            for number, moment in enumerate(MOMENTS if target in TARGETS else ()):
-                rank = number % 2 if target == "node" else int(target == "rank 1")
-                self._write(target, moment, watched.kill_at(moment, target, rank=rank))
-            code = watched.run.end(timeout_s=END_S)
-            assert code == 0, watched.run.told()
+                for moment in self.left(target):
+                    cell = watched.find(moment) if target == NOTHING else watched.kill_at(moment, target)
+                    self._write(target, moment, cell)
+            assert watched.run.end(timeout_s=END_S) == 0, watched.run.told()
             watched.look()
             found = history(watched.facts)
             self._require_right(watched.run.folder)
         if reference is not None:
-            assert found == reference, f"{target}: {found}\n{reference}"
+            chains, versions = found
+            assert chains == {step: reference[0][step] for step in chains}, target
+            assert versions == {version: reference[1][version] for version in versions}, target
             self._write(target, "the end", {"history": "that of the reference", "steps": len(found[0])})
         return found
 
@@ -278,9 +296,9 @@ def table(cells: dict[str, dict[str, Cell]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="the cells; rows that are complete are not run again")
+    parser.add_argument("--out", type=Path, help="the cells; those that are there are not run again")
     parser.add_argument("--table", type=Path, help="print the table of this file and do nothing else")
-    rows = [*TARGETS, "nothing"]
+    rows = [*TARGETS, NOTHING]
     parser.add_argument("--targets", nargs="*", default=rows, choices=rows)
     parser.add_argument("--folder", type=Path, help="where the runs lie (default: a temporary folder)")
     options = parser.parse_args()
@@ -290,10 +308,10 @@ def main() -> None:
     base = options.folder or Path(tempfile.mkdtemp(prefix="lost-ranks-"))
     base.mkdir(parents=True, exist_ok=True)
     lost = LostRanks(base, options.out)
-    reference = lost.fill("reference")
-    for target in options.targets:
-        if "the end" not in lost.cells.get(target, {}):
-            lost.fill(target, reference)
+    steps = {target: steps_for(left) for target in options.targets if (left := lost.left(target))}
+    reference = lost.fill("reference", steps=max(steps.values(), default=0))
+    for target in steps:
+        lost.fill(target, steps=steps[target], reference=reference)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from dora.controller.vitals import FIRST_S, GAP_S, LOOK_S, SILENT_S, STILL_FACTOR, STILL_S, Vitals
-from dora.transport.messages import OWN_LIMIT, PULSE_S, RankActivity, RankPulse
+from dora.transport.messages import OWN_LIMIT, PULSE_S, RankActivity, RankPulse, RankSpans
 
 
 class Ranks:
@@ -93,6 +93,23 @@ def test_the_first_time_may_take_long_because_kernels_are_compiled() -> None:
     ranks.both("forward_backward")
     assert ranks.until(FIRST_S - 10.0) == ""
     assert ranks.until(20.0) != ""
+
+
+def test_what_was_done_between_two_pulses_is_not_done_for_the_first_time() -> None:
+    ranks = Ranks()
+    for rank in range(2):
+        ranks.vitals.note_spans(RankSpans(rank=rank, until=1.0, spans=(("forward_backward", 0.2), ("waiting", 0.0))))
+    ranks.both("forward_backward")
+    began = ranks.now
+    assert ranks.until(FIRST_S) != ""
+    assert ranks.now - began <= STILL_S + PULSE_S + LOOK_S
+
+
+def test_what_goes_on_as_spans_are_sent_may_take_long() -> None:
+    ranks = Ranks()
+    ranks.vitals.note_spans(RankSpans(rank=0, until=1.0, spans=(("waiting", 0.2), ("forward_backward", 0.2))))
+    ranks.both("forward_backward")
+    assert ranks.until(FIRST_S - 10.0) == ""
 
 
 @pytest.mark.parametrize("activity", sorted(OWN_LIMIT))
