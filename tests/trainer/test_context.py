@@ -138,6 +138,7 @@ PHI3: Final = {
 
 
 @pytest.mark.deep
+@pytest.mark.timeout(600)
 def test_ranks_that_divide_a_row_compute_what_one_rank_computes(tmp_path: Path) -> None:
     for family, changes in {"gemma3_text": {}, "gpt_oss": {}, "deepseek_v3": {}, "qwen3": {}, "phi3": PHI3}.items():
         make_model(family, **changes).save_pretrained(tmp_path / family)
