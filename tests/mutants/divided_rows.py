@@ -6,7 +6,8 @@ from typing import Final
 
 from tests.mutants.mutant import Mutant, of
 
-_COMPUTE: Final = "test_ranks_that_divide_a_row_compute_what_one_rank_computes"
+_HEADS: Final = "test_attention_of_slices_is_that_of_the_row"
+_CHECKS: Final = "test_divided_rows_pass_the_checks_and_take_the_memory_of_their_parts"
 _FORMULAS: Final = "test_weights_and_metrics_are_those_of_the_formulas_with_divided_rows"
 
 MUTANTS: Final[tuple[Mutant, ...]] = (
@@ -17,19 +18,19 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "sinks-of-the-first-heads",
             "        return values_H.chunk(self.size)[self.rank]\n",
             "        return values_H.chunk(self.size)[0]\n",
-            _COMPUTE,
+            _HEADS,
         ),
         (
             "keys-repeated-in-another-order",
             "heads.repeat_interleave(repeats, dim=1)",
             "heads.repeat(1, repeats, 1, 1)",
-            _COMPUTE,
+            _HEADS,
         ),
         (
             "gradients-not-sent-back",
             "        returned: Tensor = _Exchange.apply(grad, ctx.group)\n",
             "        returned = grad\n",
-            _COMPUTE,
+            _HEADS,
         ),
     ),
     *of(
@@ -67,15 +68,11 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "* (dist.get_world_size() // self._layout.ranks) / (denominator or 1.0)",
             _FORMULAS,
         ),
-    ),
-    *of(
-        "dora/trainer/step.py",
-        "tests/trainer/test_layouts_exact.py",
         (
             "answer-sent-by-each-rank",
             " and self._rank % self._layout.ranks == 0:",
             ":",
-            "test_gradients_and_weights_are_the_same",
+            _FORMULAS,
         ),
     ),
     *of(
@@ -95,7 +92,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "divided-rows-not-checked",
             "replace(layout_of(model), context=context)",
             "layout_of(model)",
-            _COMPUTE,
+            _CHECKS,
         ),
     ),
     *of(

@@ -36,7 +36,15 @@ from dora.trainer.meshes import make_mesh
 from dora.trainer.model import Policy
 from dora.trainer.packing import Layout
 from dora.trainer.step import Trainer
-from dora.transport.messages import NO_TURNS, TRUNCATIONS, Configure, MicroBatch, StepDone, TrainerSettings
+from dora.transport.messages import (
+    NO_TURNS,
+    TRUNCATIONS,
+    Configure,
+    MicroBatch,
+    StepDone,
+    TrainerLogprobs,
+    TrainerSettings,
+)
 from tests.trainer.plain_trainer import Answer, PlainTrainer, Row, Training
 from tests.trainer.publishing import KeptVersions, make_saver
 
@@ -246,13 +254,15 @@ class Rank:
         # Parts of a gradient may cancel, as those of the biases of keys do, and AdamW magnifies what float32 leaves.
         policy_module.MASTER_DTYPE = torch.float32 if case.context_ranks == 1 else torch.float64
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.group, self.groups = self.rank // case.context_ranks, self.world_size // case.context_ranks
         self.sent: list[Any] = []
         settings = TrainerSettings(
             device="cpu", dtype="float32", publish_dtype="float32", fp32_head=False, activation_checkpointing="none",
             optimizer_state="device", optimizer="adamw", compile=False, threads=1, longest_request=64,
             micro_batch_tokens=case.micro_batch_tokens, copies="device", probe_tokens=0, probe_every=1,
             objective=ObjectiveConfig.model_validate(case.objective).model_dump_json(), max_staleness=2,
-            checkpoint_every=100, shard_ranks=case.shard_ranks, context_ranks=case.context_ranks, **case.training,
+            checkpoint_every=100, shard_ranks=case.shard_ranks, context_ranks=case.context_ranks, sends_logprobs=True,
+            **case.training,
         )  # fmt: skip
         order = Configure(
             run_id="", model_path=str(folder / case.model), settings=settings, memory_root="", durable_root="",
@@ -261,7 +271,6 @@ class Rank:
         policy = Policy(folder / case.model, mesh=make_mesh("cpu", shard_ranks=case.shard_ranks), dtype=torch.float64)
         self.versions = KeptVersions(policy)
         layout = replace(LAYOUTS[case.layout], context=make_context(case.context_ranks))
-        self.group, self.groups = self.rank // case.context_ranks, self.world_size // case.context_ranks
         self.trainer = _WithoutCheckpoints(
             order, end=self, policy=policy, layout=layout, publisher=self.versions,  # type: ignore[arg-type]
             saver=make_saver(order),
@@ -269,6 +278,7 @@ class Rank:
         self.trainer.start()
 
     def send(self, message: Any) -> None:
+        assert not isinstance(message, TrainerLogprobs) or self.rank == self.group * self.world_size // self.groups
         self.sent.append(message)
 
     def step(self, rng: random.Random, step: int, updates: list[list[Answer]]) -> dict[str, float]:

@@ -30,7 +30,7 @@ from dora.trainer.meshes import make_mesh
 from dora.trainer.model import Policy
 from dora.trainer.packing import Layout
 from dora.trainer.step import Trainer
-from dora.transport.messages import Configure, StepDone, TrainerLogprobs
+from dora.transport.messages import Configure, StepDone
 from tests.families import make_model
 from tests.trainer.publishing import Unpublished, make_saver, whole
 
@@ -98,7 +98,6 @@ class Found:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)  # of each update, whole
     weights: dict[str, Tensor] = field(default_factory=dict)  # at the end
     metrics: list[dict[str, float]] = field(default_factory=list)  # of each step
-    sends_logprobs: bool = False
 
 
 class Observed(Trainer):
@@ -121,7 +120,7 @@ def train(folder: Path, kind: str, sharing: Sharing, mesh: DeviceMesh, context: 
     policy_module.load_config = with_eager_experts
     policy_module.GATHERED_BYTES = 2**31 if sharing.gathered else 0
     changes: dict[str, Any] = THREE if kind == "three" else PLAIN
-    settings = msgspec.structs.replace(SETTINGS, **changes, context_ranks=sharing.context, sends_logprobs=True)
+    settings = msgspec.structs.replace(SETTINGS, **changes, context_ranks=sharing.context)
     order = Configure(
         run_id="exact", model_path=str(folder), settings=settings, memory_root="", durable_root="", checkpoints="",
         resume_from=(), may_start_over=False, chain=chain_of(0), epoch=0, fence="",
@@ -172,14 +171,13 @@ class InFloat64(TorchFunctionMode):
 
 @dataclass
 class Listener:
-    """Keeps the metrics that are sent, and notes whether log-probs of answers are."""
+    """Keeps the metrics that are sent."""
 
     found: Found
 
     def send(self, message: object) -> None:
         if isinstance(message, StepDone):
             self.found.metrics.append(dict(message.metrics))
-        self.found.sends_logprobs |= isinstance(message, TrainerLogprobs)
 
 
 def _rank(rank: int, root: Path) -> None:
@@ -194,7 +192,6 @@ def _rank(rank: int, root: Path) -> None:
             context = make_context(sharing.context)
             for family, kind in cases_of(sharing):
                 found = train(root / family, kind, sharing, mesh, context)
-                assert found.sends_logprobs is (rank % sharing.context == 0)
                 if rank == 0:
                     saved = found.gradients, found.weights, found.metrics
                     torch.save(saved, file_of(root, family, kind, sharing))
