@@ -63,9 +63,9 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "dora/trainer/step.py",
         "tests/trainer/test_independent.py",
         (
-            "scale-of-groups-instead-of-ranks",
-            "* dist.get_world_size() / (denominator or 1.0)",
-            "* (dist.get_world_size() // self._layout.ranks) / (denominator or 1.0)",
+            "gradients-divided-by-the-ranks-of-a-row",
+            "self._settings.micro_batch_tokens / (denominator or 1.0)",
+            "self._settings.micro_batch_tokens / self._layout.ranks / (denominator or 1.0)",
             _FORMULAS,
         ),
         (
@@ -110,8 +110,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "tests/controller/test_batches.py",
         (
             "parts-dealt-to-ranks-in-turn",
-            "    return [part for part in parts for _ in range(context_ranks)]\n",
-            "    return [part for _ in range(context_ranks) for part in parts]\n",
+            "    return [part for part in parts for _ in range(ranks_per_part)]\n",
+            "    return [part for _ in range(ranks_per_part) for part in parts]\n",
             "test_ranks_that_divide_sequences_get_the_same_part",
         ),
     ),
@@ -120,8 +120,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "tests/controller/test_lost_trainer.py",
         (
             "ranks-that-divide-get-different-parts",
-            "context_ranks=start.context_ranks)",
-            "context_ranks=1)",
+            "ranks_per_part=start.ranks_per_part)",
+            "ranks_per_part=1)",
             "test_fewer_ranks_that_divide_sequences_get_all_parts_of_a_wave",
         ),
     ),
