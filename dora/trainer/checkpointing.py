@@ -46,17 +46,23 @@ def apply_checkpointing(layers: Iterable[nn.Module], mode: Mode) -> None:
     """
     if mode == "none":
         return
-    contexts = _selective_contexts if mode == "selective" else noop_context_fn
     for layer in layers:
+        contexts = partial(_selective_contexts, _kept(layer)) if mode == "selective" else noop_context_fn
         forward = layer.forward
         repeated = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
         layer.forward = wraps(forward)(repeated)
 
 
-def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
+def _kept(layer: nn.Module) -> frozenset[str]:
+    """Return the operators whose outputs this layer can keep: transformers adds the biases of experts in place."""
+    has_biases = any(getattr(module, "has_bias", False) for module in layer.modules())
+    return KEPT_OPERATORS - {"_grouped_mm"} if has_biases else KEPT_OPERATORS
 
 
-def _policy(_: object, operator: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
+def _selective_contexts(kept: frozenset[str]) -> Any:
+    return create_selective_checkpoint_contexts(partial(_policy, kept))
+
+
+def _policy(kept: frozenset[str], _: object, operator: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
     name = getattr(operator, "overloadpacket", operator).__name__
-    return CheckpointPolicy.MUST_SAVE if name in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if name in kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -140,9 +140,12 @@ def draw_objective(rng: random.Random) -> dict[str, Any]:
 def is_legal(objective: dict[str, Any], *, updates: int) -> bool:
     """Whether a configuration may have it."""
     try:
-        return not list(problems(ObjectiveConfig.model_validate(objective), updates=updates, group_size=4))
+        config = ObjectiveConfig.model_validate(objective)
     except ValidationError:
         return False
+    return not list(problems(config, updates=updates, group_size=4)) and not (
+        config.advantage == "maxrl" and config.turn_rewards == "reward_to_go"
+    )
 
 
 def draw(count: int, *, seed: int) -> Iterator[Case]:
@@ -153,7 +156,8 @@ def draw(count: int, *, seed: int) -> Iterator[Case]:
         objective = draw_objective(rng)
         while not is_legal(objective, updates=updates):
             objective = draw_objective(rng)
-        kinds = ["grpo", "dr_grpo", "rloo", "maxrl"]
+        # Rewards to go may be negative, which `maxrl` refuses.
+        kinds = ["grpo", "dr_grpo", "rloo", *([] if "turn_rewards" in objective else ["maxrl"])]
         training = {
             "learning_rate": rng.choice([1e-2, 3e-3]),
             "schedule": rng.choice(["constant", "linear", "cosine"]),

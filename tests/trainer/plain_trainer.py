@@ -478,8 +478,7 @@ class PlainTrainer:
         mean = sum(logs) / len(logs)  # type: ignore[arg-type]
         found = []
         for t, p in enumerate(one.logprob):
-            own = mean if options["kind"] == "gspo" else mean.item() + p - p.item()
-            found.append(self._surrogate(one, t, torch.exp(own), options))
+            found.append(self._surrogate(one, t, torch.exp(mean.item() + p - p.item()), options))
         return found
 
     def _cispo(self, one: Scored, logs: list[Tensor], options: dict[str, Any]) -> list[Tensor]:

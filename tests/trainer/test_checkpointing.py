@@ -25,6 +25,7 @@ CPU = torch.device("cpu")
 FAMILIES = {
     "qwen3": {"head_dim": 8},
     "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4},
     "qwen3_5_text": DELTA,
     "granitemoehybrid": {
         **MAMBA, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 4, "shared_intermediate_size": 16,

@@ -29,6 +29,12 @@ def test_weights_and_metrics_are_those_of_the_formulas(tmp_path: Path):
     assert independent.run(list(independent.draw(8, seed=5)), tmp_path) == ""
 
 
+def test_weights_of_tokens_weigh_the_gradients_of_their_own_tokens_in_gspo(tmp_path: Path):
+    (drawn,) = independent.draw(1, seed=11)
+    objective = {"loss": {"kind": "gspo", "clip_low": 0.1, "clip_high": 0.1}, "weight": "tis", "weight_low": 0.9}
+    assert independent.run([replace(drawn, objective=objective)], tmp_path) == ""
+
+
 def test_weights_and_metrics_are_those_of_the_formulas_on_two_ranks(tmp_path: Path):
     assert independent.run(list(independent.draw(4, seed=6)), tmp_path, ranks=2) == ""
 
