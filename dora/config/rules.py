@@ -84,6 +84,9 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
             f"trainer.compile: {trainer.activation_checkpointing} checkpointing may keep tensors that compiled "
             "layers write in place; set trainer.activation_checkpointing to none or full"
         )
+    for key in ("expert", "tensor"):
+        if trainer.compile and getattr(trainer.parallel, key) > 1:
+            yield f"trainer.compile: not with trainer.parallel.{key}, where layers gather weights; remove one of them"
     if trainer.schedule == "constant" and trainer.min_learning_rate:
         yield "trainer.min_learning_rate: has no effect with trainer.schedule = constant; remove it, or use cosine"
 

@@ -20,6 +20,7 @@ from functools import partial, wraps
 from typing import Any, Final, Literal, get_args
 
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 Mode = Literal["none", "selective", "full"]
@@ -41,8 +42,7 @@ def apply_checkpointing(layers: Iterable[nn.Module], mode: Mode) -> None:
     """Let each layer keep what `mode` says; names of parameters do not change.
 
     Models of transformers have a switch of their own, which has no effect in evaluation mode. Only `forward` is
-    repeated, not the hooks around it: those of FSDP2 run other operations than in the first pass, which `selective`
-    cannot match (as with torch's composable `checkpoint`).
+    repeated, not the hooks of FSDP2 around it.
     """
     if mode == "none":
         return
@@ -60,9 +60,29 @@ def _kept(layer: nn.Module) -> frozenset[str]:
 
 
 def _selective_contexts(kept: frozenset[str]) -> Any:
-    return create_selective_checkpoint_contexts(partial(_policy, kept))
+    return tuple(_Only(kept, mode) for mode in create_selective_checkpoint_contexts(_keep))
 
 
-def _policy(kept: frozenset[str], _: object, operator: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
-    name = getattr(operator, "overloadpacket", operator).__name__
-    return CheckpointPolicy.MUST_SAVE if name in kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _keep(*_: object, **__: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+class _Only(TorchDispatchMode):
+    """Show a mode only the operators that are kept.
+
+    torch expects the same operators in both passes, also of those that it repeats. Units of FSDP2 within a layer,
+    as of divided experts, gather their weights in both, but not by the same operators.
+    """
+
+    def __init__(self, kept: frozenset[str], mode: Any) -> None:
+        super().__init__()
+        self._kept, self._mode = kept, mode
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(operator, "overloadpacket", operator).__name__ in self._kept:
+            return self._mode.__torch_dispatch__(operator, types, args, kwargs)
+        return operator(*args, **(kwargs or {}))

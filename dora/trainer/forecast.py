@@ -149,7 +149,7 @@ class Outline:
         )
 
     def require_divided(self, *, ranks: int, longest: int) -> None:
-        """Raise ConfigError unless so many ranks can divide each row; `longest`: tokens of the longest sequence."""
+        """Raise ConfigError unless this many ranks can divide each row; `longest`: tokens of the longest sequence."""
         require_divided(self._model, ranks=ranks, longest=longest)
 
     def checkpoint_bytes(self, moments: MomentBytes) -> int:

@@ -32,7 +32,7 @@ def why_padded(model: Any) -> str:
 
 
 def require_divided(model: Any, *, ranks: int, longest: int) -> None:
-    """Raise ConfigError unless so many ranks can divide a row; `longest`: tokens of the longest sequence of the run."""
+    """Raise ConfigError unless this many ranks can divide a row; `longest`: tokens of the longest sequence."""
     if ranks > 1 and (reason := _why_undivided(model, ranks=ranks, longest=longest)):
         name = type(model).__name__.removeprefix("FSDP")  # FSDP2 makes a subclass of this name
         raise ConfigError(

@@ -1,7 +1,7 @@
 """The long profile: `python -m tests.chaos --faults 200 --seed 1` injects 200 faults into small jobs.
 
-Prints each fault and a final summary; exit code 3 if anything was lost, done twice or violated, or if a rank
-was lost by its pulse that nobody had stopped.
+Prints each fault and a final summary; exit code 3 if anything was lost, done twice or violated, or if the pulse
+of a rank that had not been stopped declared it lost.
 """
 
 from __future__ import annotations

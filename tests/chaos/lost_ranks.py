@@ -1,19 +1,19 @@
-"""The trainer of a run killed at each of its moments; nobody resumes the run.
+"""A run whose trainer is killed at each of its moments, and which goes on without a resume.
 
     python -m tests.chaos.lost_ranks --out FILE.json      runs what FILE.json does not have
     python -m tests.chaos.lost_ranks --table FILE.json    prints it for docs/RELIABILITY.md
 
 A row is one run, whose trainer is killed once at each moment: a rank stops itself there (tests/chaos/rank.py), and
 then it, torchrun, or all processes of its node get SIGKILL. In the last row, `nothing`, the rank is not killed, and
-must be found by its pulse. The run must end by itself, with the chain of each step and
-the bytes of each version of a run that nothing happened to. This can be compared because the time at which anything
-happens decides nothing in these runs: `one_step_off` admits and trains whole batches, and one server with one slot
-samples one answer after the other.
+must be found by its pulse. The run must end by itself, with the chain of each step and the bytes of each version of a
+run without kills. This can be compared because the time at which anything happens decides nothing in these runs:
+`one_step_off` admits and trains whole batches, and one server with one slot samples one answer after the other.
 
-A cell has the seconds from the kill until a micro-batch of the new ranks is in the journal on the disk, and the number
-of tokens that the journal gets between the loss of the ranks and the readiness of the new ones. `loading`: the ranks
-are killed while they wait, and the new ones while they load; the seconds count from the second kill, the tokens from
-the first loss.
+A cell has the seconds from the kill until the journal on the disk says that the new ranks are ready, and until it has
+a micro-batch of theirs, and the number of tokens that it gets between the loss of the ranks and the readiness of the
+new ones. Ranks that were killed while they waited wait again, for answers that are still being sampled. `loading`: the
+ranks are killed while they wait, and the new ones while they load; the seconds count from the second kill, the tokens
+from the first loss.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ TARGETS = ("rank 0", "rank 1", "torchrun", "node")
 #: The row of ranks that are not killed.
 NOTHING = "nothing"
 MOMENTS = ("waiting", "forward", "close", "publish", "checkpoint", "probe", "loading")
+FIGURES = ("s to ready", "s to training", "tokens meanwhile")
 #: Ranks that do not end, and why they are lost.
 FOUND = {"stopped": "has been silent for", "wedged": "no trainer rank has made progress for"}
 #: Limits of each wait, and of the end of a run.
@@ -128,8 +129,9 @@ class Watched:
             self._kill(target, *stopped)
             lost = self.until_recorded("TrainerLost", begin=lost)
         ready = self.until_recorded("TrainerReady", begin=lost)
+        cell: Cell = {"s to ready": round(time.monotonic() - began, 1)}
         self.until_recorded("MicroBatchTrained", begin=ready)
-        cell: Cell = {"s to training": round(time.monotonic() - began, 1)}
+        cell["s to training"] = round(time.monotonic() - began, 1)
         before = self.until_recorded("TrainerLost", begin=first)
         cell["tokens meanwhile"] = num_tokens(self.facts[:ready]) - num_tokens(self.facts[:before])
         self.until_as_before()
@@ -282,12 +284,12 @@ class LostRanks:
 
 
 def table(cells: dict[str, dict[str, Cell]]) -> str:
-    """Return a Markdown table; a cell has the seconds to training, and the tokens meanwhile."""
+    """Return a Markdown table; a cell has the seconds until ready, to training, and the tokens meanwhile."""
     lines = ["| killed | " + " | ".join(MOMENTS) + " |", "|---" * (len(MOMENTS) + 1) + "|"]
     for target in TARGETS:
         row = cells.get(target, {})
         texts = [
-            f"{row[moment]['s to training']:g} / {row[moment]['tokens meanwhile']:,}" if moment in row else "not run"
+            " / ".join(f"{row[moment][figure]:,g}" for figure in FIGURES) if moment in row else "not run"
             for moment in MOMENTS
         ]
         lines.append(f"| {target} | " + " | ".join(texts) + " |")

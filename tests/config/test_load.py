@@ -255,6 +255,15 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
         ),
         (["trainer.compile=true"], "trainer.compile: auto checkpointing may keep tensors that compiled layers write"),
         (
+            [
+                "trainer.compile=true",
+                "trainer.ranks=2",
+                "trainer.parallel.tensor=2",
+                "trainer.activation_checkpointing=none",
+            ],
+            "trainer.compile: not with trainer.parallel.tensor, where layers gather weights",
+        ),
+        (
             ["task.sources.0.kind=jsonl", "eval.sets=[]"],
             "task.rewards: nothing scores the answers to task.sources.0; add a term, such as [[task.rewards]] with",
         ),

@@ -1,7 +1,7 @@
-"""Gradients, weights and metrics do not depend on how the ranks share weights and rows, in float64.
+"""Gradients, weights and metrics do not depend on how the ranks share weights and rows.
 
-Masters, reductions, moments and head are in float64, and so is what the models compute in float32, so that a sum which
-is wrong stands out from rounding. Each update has three accumulated passes.
+In float64: masters, reductions, moments and head, and what the models compute in float32, so that a sum which is wrong
+stands out from rounding. And as everyone trains, in float32. Each update has three accumulated passes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -25,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from dora.model_config import load_config
 from dora.trainer import model as policy_module
+from dora.trainer.checkpointing import Mode
 from dora.trainer.context import Context, make_context
 from dora.trainer.meshes import make_mesh
 from dora.trainer.model import Policy
@@ -38,8 +40,8 @@ STEPS: Final = 3
 PASSES: Final = 3
 #: Metrics of time, and of padding.
 OF_LAYOUT: Final = {"busy_s", "close_s", "write_wait_s", "useful_frac", "padding_frac"}
-#: Of float64, for sums in another order; relative to the gradient, and to the learning rate times updates.
-TOLERANCE: Final = 1e-10
+#: For sums in another order; relative to the gradient, and to the learning rate times updates.
+TOLERANCE: Final = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 class Sharing(NamedTuple):
@@ -51,6 +53,7 @@ class Sharing(NamedTuple):
     context: int = 1  # ranks that divide each row
     experts: int = 1  # ranks that divide the experts
     tensor: int = 1  # ranks that divide the matrices
+    checkpointing: Mode = "none"
 
 
 ALONE: Final = Sharing(1, 1)
@@ -67,7 +70,17 @@ TENSOR: Final = (
     *(Sharing(2, 2, tensor=2), Sharing(4, 4, tensor=2)),
     *(Sharing(4, 2, tensor=2), Sharing(4, 4, gathered=False, tensor=2)),
 )
-SHARINGS: Final = (*WHOLE, *CONTEXT, *EXPERTS, *TENSOR)
+SHARINGS: Final = {
+    torch.float64: (*WHOLE, *CONTEXT, *EXPERTS, *TENSOR),
+    # What a layer repeats in the backward pass would not be in float64.
+    torch.float32: (
+        Sharing(4, 2, gathered=False),
+        Sharing(4, 4, context=2, checkpointing="selective"),
+        Sharing(4, 4, gathered=False, experts=2, checkpointing="selective"),
+        Sharing(4, 4, gathered=False, experts=4, checkpointing="full"),
+        Sharing(4, 4, gathered=False, tensor=2, checkpointing="selective"),
+    ),
+}
 #: Norms of queries and keys; windows, with a tied head; experts with a shared one; experts with sinks. All have four
 #: heads, and two of keys.
 FAMILIES: Final[dict[str, dict[str, Any]]] = {
@@ -115,9 +128,10 @@ class Observed(Trainer):
         """Write nothing."""
 
 
-def train(folder: Path, kind: str, sharing: Sharing, mesh: DeviceMesh, context: Context | None) -> Found:
-    policy_module.MASTER_DTYPE = torch.float64
-    policy_module.load_config = with_eager_experts
+def train(folder: Path, kind: str, sharing: Sharing, mesh: DeviceMesh, context: Context | None, dtype: Any) -> Found:
+    policy_module.MASTER_DTYPE = dtype
+    if dtype is torch.float64:
+        policy_module.load_config = with_eager_experts
     policy_module.GATHERED_BYTES = 2**31 if sharing.gathered else 0
     changes: dict[str, Any] = THREE if kind == "three" else PLAIN
     settings = msgspec.structs.replace(SETTINGS, **changes, context_ranks=sharing.context)
@@ -125,7 +139,7 @@ def train(folder: Path, kind: str, sharing: Sharing, mesh: DeviceMesh, context: 
         run_id="exact", model_path=str(folder), settings=settings, memory_root="", durable_root="", checkpoints="",
         resume_from=(), may_start_over=False, chain=chain_of(0), epoch=0, fence="",
     )  # fmt: skip
-    policy = Policy(folder, mesh=mesh, dtype=torch.float64)
+    policy = Policy(folder, mesh=mesh, dtype=dtype, activation_checkpointing=sharing.checkpointing)
     found = Found()
     layout = Layout(share_above=0.0 if kind == "shared" else 1e9, context=context, alike=sharing.tensor)
     trainer = Observed(
@@ -139,7 +153,7 @@ def train(folder: Path, kind: str, sharing: Sharing, mesh: DeviceMesh, context: 
         waves = list(waves_of(make_groups(4, version=step, seed=step), updates=settings.updates))
         for index, (update, answers, closes) in enumerate(waves):
             batch = make_batch(answers[group::groups], step=step, index=index, last=index == len(waves) - 1)
-            with InFloat64():
+            with InFloat64() if dtype is torch.float64 else nullcontext():
                 trainer.train(in_history(msgspec.structs.replace(batch, update=update, closes=closes)))
     found.weights = {name: whole(parameter) for name, parameter in policy.model.named_parameters()}
     return found
@@ -180,9 +194,9 @@ class Listener:
             self.found.metrics.append(dict(message.metrics))
 
 
-def _rank(rank: int, root: Path) -> None:
+def _rank(rank: int, root: Path, dtype: torch.dtype) -> None:
     torch.set_num_threads(1)
-    for number, sharing in enumerate((ALONE, *SHARINGS)):
+    for number, sharing in enumerate((ALONE, *SHARINGS[dtype])):
         if rank < sharing.ranks:
             store = dist.FileStore(str(root / f"store-{number}"), sharing.ranks)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=sharing.ranks)
@@ -191,7 +205,7 @@ def _rank(rank: int, root: Path) -> None:
             )
             context = make_context(sharing.context)
             for family, kind in cases_of(sharing):
-                found = train(root / family, kind, sharing, mesh, context)
+                found = train(root / family, kind, sharing, mesh, context, dtype)
                 if rank == 0:
                     saved = found.gradients, found.weights, found.metrics
                     torch.save(saved, file_of(root, family, kind, sharing))
@@ -214,32 +228,38 @@ def file_of(root: Path, family: str, kind: str, sharing: Sharing) -> Path:
     return root / f"{family}-{kind}-{sharing}.pt"
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=SHARINGS, ids=str)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.dtype]:
     root = tmp_path_factory.mktemp("exact")
     for family, changes in FAMILIES.items():
         make_model(family, **changes).save_pretrained(root / family)
     multiprocessing.set_forkserver_preload([__name__])
-    mp.start_processes(_rank, (root,), nprocs=4, start_method="forkserver")
-    return root
+    mp.start_processes(_rank, (root, request.param), nprocs=4, start_method="forkserver")
+    return root, request.param
 
 
 @pytest.mark.deep
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("sharing", SHARINGS, ids=str)
-def test_gradients_and_weights_are_the_same(trained: Path, sharing: Sharing) -> None:
-    for family, kind in cases_of(sharing):
-        expected, weights, named = torch.load(file_of(trained, family, kind, ALONE), weights_only=True)
-        found, moved, metrics = torch.load(file_of(trained, family, kind, sharing), weights_only=True)
-        assert len(found) == len(expected) == STEPS * (2 if kind == "three" else 1)
-        for update, (here, there) in enumerate(zip(found, expected, strict=True)):
-            for name, gradient in there.items():
-                off = (here[name] - gradient).norm() / gradient.norm().clamp_min(1e-30)
-                assert off < TOLERANCE, (family, kind, update, name, float(off))
-        for name, weight in weights.items():
-            off = (moved[name] - weight).abs().max() / (SETTINGS.learning_rate * len(found))
-            assert off < TOLERANCE, (family, kind, name, float(off))
-        for here, there in zip(metrics, named, strict=True):
-            assert here.keys() == there.keys()
-            for name in here.keys() - OF_LAYOUT:
-                assert math.isclose(here[name], there[name], rel_tol=1e-6, abs_tol=1e-9), (family, kind, name)
+@pytest.mark.timeout(900)
+def test_gradients_and_weights_are_the_same(trained: tuple[Path, torch.dtype]) -> None:
+    """AdamW magnifies what float32 leaves of gradients that cancel, so of it only the first update is compared."""
+    root, dtype = trained
+    tolerance = TOLERANCE[dtype]
+    for sharing in SHARINGS[dtype]:
+        for family, kind in cases_of(sharing):
+            case = sharing, family, kind
+            expected, weights, named = torch.load(file_of(root, family, kind, ALONE), weights_only=True)
+            found, moved, metrics = torch.load(file_of(root, family, kind, sharing), weights_only=True)
+            assert len(found) == len(expected) == STEPS * (2 if kind == "three" else 1)
+            for update in range(len(found) if dtype is torch.float64 else 1):
+                for name, gradient in expected[update].items():
+                    off = (found[update][name] - gradient).norm() / gradient.norm().clamp_min(1e-30)
+                    assert off < tolerance, (case, update, name, float(off))
+            if dtype is torch.float32:
+                continue
+            for name, weight in weights.items():
+                off = (moved[name] - weight).abs().max() / (SETTINGS.learning_rate * len(found))
+                assert off < tolerance, (case, name, float(off))
+            for here, there in zip(metrics, named, strict=True):
+                assert here.keys() == there.keys()
+                for name in here.keys() - OF_LAYOUT:
+                    assert math.isclose(here[name], there[name], rel_tol=1e-6, abs_tol=1e-9), (case, name)
