@@ -20,8 +20,6 @@ from tests.e2e.runs import Run, assert_audit_clean, events_of, orders_of, slow, 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
 
 STEPS = 6
-#: From a kill to the next step, with the start of the ranks, on a loaded machine.
-AGAIN_S = 60.0
 
 
 @dataclass
@@ -111,15 +109,12 @@ def test_a_rank_that_is_stopped_is_found(survived: Survived) -> None:
     assert not any("silent" in reason or "progress" in reason for reason in reasons[:-1])
 
 
-def test_generation_goes_on_meanwhile_and_training_is_back_in_a_minute(survived: Survived) -> None:
+def test_generation_goes_on_meanwhile(survived: Survived) -> None:
     events = [event for event, _ in Journal(survived.folder.journal)]
     lost = [place for place, event in enumerate(events) if isinstance(event, ev.TrainerLost)]
     ready = [place for place, event in enumerate(events) if isinstance(event, ev.TrainerReady)]
     generated = [place for place, event in enumerate(events) if isinstance(event, ev.ProgressReported)]
     assert any(begin < place < end for begin, end in zip(lost[1:], ready[1:], strict=False) for place in generated)
-    for begin in lost[1:]:
-        again = next(event for event in events[begin:] if isinstance(event, ev.MicroBatchTrained))
-        assert again.at - events[begin].at < AGAIN_S
 
 
 def test_the_rows_of_metrics_are_those_of_a_run_without_losses(survived: Survived) -> None:
