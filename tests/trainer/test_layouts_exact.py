@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -20,21 +20,24 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from conftest import SETTINGS, Answer, chain_of, in_history, make_batch, make_groups, mini_batches
+from test_resharding import storage_in
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from dora.model_config import load_config
 from dora.trainer import model as policy_module
+from dora.trainer.checkpoint import Saver
 from dora.trainer.checkpointing import Mode
 from dora.trainer.context import Context, make_context
-from dora.trainer.meshes import make_mesh
+from dora.trainer.meshes import Mesh, make_mesh
 from dora.trainer.model import Policy
 from dora.trainer.packing import Layout
+from dora.trainer.resharding import Arrangement
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, StepDone
+from dora.weights.checkpoints import checkpoints_in
 from tests.families import make_model
-from tests.trainer.publishing import Unpublished, make_saver, whole
+from tests.trainer.publishing import Unpublished, whole
 
 STEPS: Final = 3
 PASSES: Final = 3
@@ -89,6 +92,9 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "qwen2_moe": {},
     "gpt_oss": {},
 }
+#: Each continues from the checkpoint of the one before: sharded, in copies, and with divided experts.
+MOVED: Final = (Sharing(2, 2), Sharing(4, 2), Sharing(2, 2, experts=2))
+OF_MOVED: Final = ("qwen2_moe", "three")
 PLAIN: Final = {"max_grad_norm": 1e9, "micro_batch_tokens": 100_000, "warmup_steps": 0}
 THREE: Final = {**PLAIN, "updates": 2, "objective": '{"kl_coefficient": 0.1}'}
 CASES: Final = (
@@ -124,11 +130,16 @@ class Observed(Trainer):
         self.found.gradients.append({name: whole(p.grad) for name, p in parameters})
         return norm
 
-    def save_checkpoint(self) -> None:
-        """Write nothing."""
+    def _check_again(self, weights: str) -> None:
+        with InFloat64() if self._policy.dtype is torch.float64 else nullcontext():
+            super()._check_again(weights)
 
 
-def train(folder: Path, kind: str, sharing: Sharing, mesh: DeviceMesh, context: Context | None, dtype: Any) -> Found:
+def train(
+    folder: Path, kind: str, sharing: Sharing, mesh: Mesh, context: Context | None, dtype: Any,
+    *, steps: Sequence[int] = range(STEPS), parent: Path | None = None,
+) -> Found:  # fmt: skip
+    """Train these steps; with `parent` from the newest checkpoint there on, and write another."""
     policy_module.MASTER_DTYPE = dtype
     if dtype is torch.float64:
         policy_module.load_config = with_eager_experts
@@ -136,26 +147,34 @@ def train(folder: Path, kind: str, sharing: Sharing, mesh: DeviceMesh, context: 
     changes: dict[str, Any] = THREE if kind == "three" else PLAIN
     settings = msgspec.structs.replace(SETTINGS, **changes, context_ranks=sharing.context)
     order = Configure(
-        run_id="exact", model_path=str(folder), settings=settings, memory_root="", durable_root="", checkpoints="",
-        resume_from=(), may_start_over=False, chain=chain_of(0), epoch=0, fence="",
+        run_id="exact", model_path=str(folder), settings=settings, memory_root="", durable_root="",
+        checkpoints=str(parent or ""), resume_from=tuple(map(str, checkpoints_in(parent)[-1:])) if parent else (),
+        may_start_over=False, chain=chain_of(0), epoch=0, fence="",
     )  # fmt: skip
     policy = Policy(folder, mesh=mesh, dtype=dtype, activation_checkpointing=sharing.checkpointing)
     found = Found()
     layout = Layout(share_above=0.0 if kind == "shared" else 1e9, context=context, alike=sharing.tensor)
+    storage = storage_in(
+        parent or Path(), Arrangement(sharing.shard_ranks, sharing.experts, sharing.tensor), policy.may_be_divided
+    )
+    saver = Saver(storage, report=lambda _: None, on_failure=lambda _: None)
     trainer = Observed(
         order, end=Listener(found), policy=policy, layout=layout,  # type: ignore[arg-type]
-        publisher=Unpublished(), saver=make_saver(order),  # type: ignore[arg-type]
+        publisher=Unpublished(), saver=saver,  # type: ignore[arg-type]
     )  # fmt: skip
     trainer.found = found
     trainer.start()
     group, groups = dist.get_rank() // layout.ranks, dist.get_world_size() // layout.ranks
-    for step in range(STEPS):
+    for step in steps:
         waves = list(waves_of(make_groups(4, version=step, seed=step), updates=settings.updates))
         for index, (update, answers, closes) in enumerate(waves):
             batch = make_batch(answers[group::groups], step=step, index=index, last=index == len(waves) - 1)
             with InFloat64() if dtype is torch.float64 else nullcontext():
                 trainer.train(in_history(msgspec.structs.replace(batch, update=update, closes=closes)))
     found.weights = {name: whole(parameter) for name, parameter in policy.model.named_parameters()}
+    if parent is not None:
+        trainer.save_checkpoint()
+    trainer.close()
     return found
 
 
@@ -198,19 +217,44 @@ def _rank(rank: int, root: Path, dtype: torch.dtype) -> None:
     torch.set_num_threads(1)
     for number, sharing in enumerate((ALONE, *SHARINGS[dtype])):
         if rank < sharing.ranks:
-            store = dist.FileStore(str(root / f"store-{number}"), sharing.ranks)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=sharing.ranks)
-            mesh = make_mesh(
-                "cpu", shard_ranks=sharing.shard_ranks, expert_ranks=sharing.experts, tensor_ranks=sharing.tensor
-            )
-            context = make_context(sharing.context)
-            for family, kind in cases_of(sharing):
-                found = train(root / family, kind, sharing, mesh, context, dtype)
-                if rank == 0:
-                    saved = found.gradients, found.weights, found.metrics
-                    torch.save(saved, file_of(root, family, kind, sharing))
-            dist.barrier()
-            dist.destroy_process_group()
+            with ranks_of(sharing, rank=rank, store=root / f"store-{number}") as (mesh, context):
+                for family, kind in cases_of(sharing):
+                    found = train(root / family, kind, sharing, mesh, context, dtype)
+                    save(found, file_of(root, family, kind, sharing))
+    if dtype is torch.float64:
+        _move(rank, root, dtype)
+
+
+def _move(rank: int, root: Path, dtype: torch.dtype) -> None:
+    """Train each step with other ranks, from the checkpoint of those before."""
+    family, kind = OF_MOVED
+    for step, sharing in enumerate(MOVED):
+        if rank < sharing.ranks:
+            with ranks_of(sharing, rank=rank, store=root / f"moved-{step}") as (mesh, context):
+                steps = range(step, step + 1)
+                found = train(root / family, kind, sharing, mesh, context, dtype, steps=steps, parent=root / "moved")
+                save(found, root / "moved.pt")
+        everyone = dist.FileStore(str(root / f"everyone-{step}"), 4)
+        everyone.set(f"{rank}", "done")
+        everyone.wait([str(other) for other in range(4)])
+
+
+@contextmanager
+def ranks_of(sharing: Sharing, *, rank: int, store: Path) -> Iterator[tuple[Mesh, Context | None]]:
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(store), sharing.ranks), rank=rank, world_size=sharing.ranks
+    )
+    yield (
+        make_mesh("cpu", shard_ranks=sharing.shard_ranks, expert_ranks=sharing.experts, tensor_ranks=sharing.tensor),
+        make_context(sharing.context),
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def save(found: Found, path: Path) -> None:
+    if dist.get_rank() == 0:
+        torch.save((found.gradients, found.weights, found.metrics), path)
 
 
 def cases_of(sharing: Sharing) -> tuple[tuple[str, str], ...]:
@@ -233,6 +277,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     root = tmp_path_factory.mktemp("exact")
     for family, changes in FAMILIES.items():
         make_model(family, **changes).save_pretrained(root / family)
+    (root / "moved").mkdir()
     multiprocessing.set_forkserver_preload([__name__])
     mp.start_processes(_rank, (root, request.param), nprocs=4, start_method="forkserver")
     return root, request.param
@@ -263,3 +308,15 @@ def test_gradients_and_weights_are_the_same(trained: tuple[Path, torch.dtype]) -
                 assert here.keys() == there.keys()
                 for name in here.keys() - OF_LAYOUT:
                     assert math.isclose(here[name], there[name], rel_tol=1e-6, abs_tol=1e-9), (case, name)
+
+
+@pytest.mark.deep
+def test_steps_from_checkpoints_of_other_ranks_are_the_same(trained: tuple[Path, torch.dtype]) -> None:
+    root, dtype = trained
+    if dtype is torch.float32:
+        pytest.skip("compared in float64")
+    _, weights, _ = torch.load(file_of(root, *OF_MOVED, ALONE), weights_only=True)
+    _, moved, _ = torch.load(root / "moved.pt", weights_only=True)
+    for name, weight in weights.items():
+        off = (moved[name] - weight).abs().max() / (SETTINGS.learning_rate * STEPS * 2)
+        assert off < TOLERANCE[dtype], (name, float(off))
