@@ -84,6 +84,7 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
     """Return the settings of the trainer ranks."""
     beta1, beta2 = config.trainer.betas
     samples_once = config.rules.in_flight is None  # otherwise tokens of a group may be sampled under several versions
+    have_versions = config.num_training_nodes < 2 or config.nodes.store == "shared"  # all ranks have those they probe
     return TrainerSettings(
         **_common(config.trainer, TrainerSettings),
         shard_ranks=config.shard_ranks if config.trainer.parallel.replicate > 1 else 0,
@@ -92,7 +93,7 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
         tensor_ranks=config.trainer.parallel.tensor,
         beta1=beta1,
         beta2=beta2,
-        probe_tokens=PROBE_TOKENS if config.trainer.probe_every and samples_once else 0,
+        probe_tokens=PROBE_TOKENS if config.trainer.probe_every and samples_once and have_versions else 0,
         steps=config.run.steps,
         longest_request=config.longest_request,
         objective=config.objective.model_dump_json(),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from dora.app.settings import rollout_section, settings_of, trainer_settings, workload_of
 from dora.config.load import load
 from dora.config.schema import Config
@@ -55,6 +57,21 @@ def test_the_ranks_receive_the_trainer_section() -> None:
     assert (received.beta2, received.steps, received.temperature, received.max_staleness) == (0.5, 9, 0.7, 4)
     assert received.micro_batch_tokens == config().trainer.micro_batch_tokens
     assert received.longest_request == config().longest_request
+
+
+@pytest.mark.parametrize(
+    ("changes", "probes"),
+    [
+        ((), True),
+        (("rollout.strategy=partial",), False),
+        (("nodes.expected=3", "nodes.train=1"), True),
+        (("nodes.expected=3", "nodes.train=2"), False),
+        (("nodes.expected=3", "nodes.train=2", "nodes.store=shared"), True),
+    ],
+)
+def test_versions_are_probed_where_all_ranks_have_them(changes: tuple[str, ...], probes: bool) -> None:
+    received = trainer_settings(config(*changes, "trainer.ranks=2"), max_staleness=4)
+    assert (received.probe_tokens > 0) is probes
 
 
 def test_every_shipped_config_can_be_simulated() -> None:

@@ -182,6 +182,13 @@ class Watched:
         (rank.parent() if target == "torchrun" else rank).send_signal(signal.SIGKILL)  # type: ignore[union-attr]
 
 
+def moments_of(target: str) -> Collection[str]:
+    """Return the moments of a row. Ranks on several nodes probe nothing."""
+    if target == NOTHING:
+        return FOUND
+    return [moment for moment in MOMENTS if target != "node" or moment != "probe"]
+
+
 def num_tokens(facts: Sequence[Record]) -> int:
     """Return how many tokens are known to be sampled."""
     known: dict[int, int] = {}
@@ -244,9 +251,7 @@ class LostRanks:
 
     def left(self, target: str) -> list[str]:
         """Return the cells of a row that are missing."""
-        return [
-            moment for moment in (FOUND if target == NOTHING else MOMENTS) if moment not in self.cells.get(target, {})
-        ]
+        return [moment for moment in moments_of(target) if moment not in self.cells.get(target, {})]
 
     def fill(self, target: str, *, steps: int, reference: History | None = None) -> History:
         """Run what is missing of a row, or the reference if there is none; return what the run has trained."""
@@ -289,7 +294,7 @@ def table(cells: dict[str, dict[str, Cell]]) -> str:
     for target in TARGETS:
         row = cells.get(target, {})
         texts = [
-            " / ".join(f"{row[moment][figure]:,g}" for figure in FIGURES) if moment in row else "not run"
+            " / ".join(f"{row[moment][figure]:,g}" for figure in FIGURES) if moment in row else "–"
             for moment in MOMENTS
         ]
         lines.append(f"| {target} | " + " | ".join(texts) + " |")
