@@ -64,9 +64,9 @@ def test_the_ranks_receive_the_trainer_section() -> None:
     [
         ((), True),
         (("rollout.strategy=partial",), False),
-        (("nodes.expected=3", "nodes.train=1"), True),
-        (("nodes.expected=3", "nodes.train=2"), False),
-        (("nodes.expected=3", "nodes.train=2", "nodes.store=shared"), True),
+        (("nodes.expected=6", "nodes.train=1"), True),
+        (("nodes.expected=6", "nodes.train=2"), False),
+        (("nodes.expected=6", "nodes.train=2", "nodes.store=shared"), True),
     ],
 )
 def test_versions_are_probed_where_all_ranks_have_them(changes: tuple[str, ...], probes: bool) -> None:
