@@ -176,10 +176,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="dora-bench-") as name:
         folder = Path(name)
         parameters = make_model(folder / "model")
+        sizes = f"{parameters / 1e6:.0f} M parameters in float32, {RANKS} ranks, {blocks} blocks of {BLOCK} steps"
+        report = Report(__doc__, full=options.full, sizes=f"{sizes} each way")
         found = in_processes(folder, blocks=blocks)
     first = found[0]
-    sizes = f"{parameters / 1e6:.0f} M parameters in float32, {RANKS} ranks, {blocks} blocks of {BLOCK} steps each way"
-    report = Report(__doc__, full=options.full, sizes=sizes)
     off, on, stood = (statistics.median(first[kind]) for kind in ("off", "on", "stood"))
     without, before = f"a step that does not, {number(off)} s", first["gathered_s"]
     report.row("a step that publishes", on, "s", against=without, ratio=on / off, bar="ratio <= 1.1")
