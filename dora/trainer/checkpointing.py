@@ -74,6 +74,8 @@ class _Only(TorchDispatchMode):
     as of divided experts, gather their weights in both, but not by the same operators.
     """
 
+    supports_higher_order_operators = True  # such as FlexAttention
+
     def __init__(self, kept: frozenset[str], mode: Any) -> None:
         super().__init__()
         self._kept, self._mode = kept, mode

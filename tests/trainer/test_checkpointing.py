@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from test_forward_check import DELTA, MAMBA, make
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from dora.trainer import logprobs as logprobs_module
 from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
@@ -60,6 +61,22 @@ def test_fewer_bytes_are_kept_for_the_same_gradient(family: str) -> None:
         torch.testing.assert_close(gradient[name], expected[name], rtol=0, atol=0)
     assert full < selective < 0.8 * none
     assert full < 0.2 * none
+
+
+class Flex(nn.Module):
+    """A layer with FlexAttention, a higher-order operator, whose gradients only GPUs compute."""
+
+    def forward(self, x_1HTD: torch.Tensor) -> torch.Tensor:
+        return flex_attention(x_1HTD, x_1HTD, x_1HTD)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_a_layer_may_have_higher_order_operators(mode: Mode) -> None:
+    layer, x_1HTD = Flex(), torch.linspace(0, 1, 2 * 40 * 16).view(1, 2, 40, 16)
+    expected = layer(x_1HTD)
+    apply_checkpointing([layer], mode)
+    torch.testing.assert_close(layer(x_1HTD), expected, rtol=0, atol=0)
 
 
 def test_full_keeps_the_input_of_each_layer_and_little_else() -> None:
