@@ -74,7 +74,6 @@ class Case(NamedTuple):
             max_new_tokens=MAX_NEW_TOKENS,
             num_ranks=RANKS,
             micro_batch_tokens=32_768 * self.num_instances // 1000,
-            max_parallel_pushes=max(4, self.num_instances // 16),
         )
 
 

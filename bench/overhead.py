@@ -89,7 +89,6 @@ rollout_devices = {instances}
 push_fixed_s = 0.5
 weight_bytes = 8e9
 report_s = 1.0
-parallel_pushes = {pushes}
 [fleet.server]
 slots = {slots}
 kv_tokens = 40_000
@@ -110,7 +109,6 @@ def write_workload(path: Path, case: Case, *, steps: int) -> Workload:
         groups=case.answers * instances // 4,
         devices=instances + instances // 2,
         instances=instances,
-        pushes=max(2, instances // 4),
         slots=case.slots,
         tokens_s_per_device=case.tokens_s_per_device,
     )

@@ -55,7 +55,6 @@ def workload(case: Case) -> Workload:
             rollout_devices=num_instances,
             server=SimulatedServer(slots=64, kv_tokens=373_000, decode=DecodeTime(0.0072, 2.8e-5, 4.4e-8)),
             weight_bytes=16.4e9,
-            parallel_pushes=max(2, num_instances // 16),
         ),
         train=TrainerModel(
             tokens_s_per_device=2_000 * num_instances / trainers,

@@ -25,7 +25,6 @@ from dora.app.opening import Opened
 from dora.app.prepare import Job, prepare
 from dora.config.schema import (
     Config,
-    EngineConfig,
     EvalConfig,
     RolloutConfig,
     RunConfig,
@@ -145,7 +144,6 @@ def job_of(case: Case, *, root: Path, evaluations: Evaluations) -> Job:
             max_new_tokens=case.tokens,
             filter_zero_variance=False,
         ),
-        engine=EngineConfig(max_parallel_pushes=64),
         trainer=TrainerConfig(micro_batch_tokens=2**40),
         eval=EvalConfig(sets=()),
         weights=WeightsConfig(memory_folder=root),

@@ -2,7 +2,7 @@
 
 Run: python bench/sweeps/calls_split.py [--table]. launch/workloads/search-agent.toml as it is shipped, on 32 GPUs with
 K = 3 and on 16 GPUs with K = 1 and half as many groups, with the calls of calls.py. Each cell searches its own best
-split with the first seed (dora/sim/split.py). Results are appended to bench/results/calls_split.jsonl; those that are
+split with the first seed (`dora plan`). Results are appended to bench/results/calls_split.jsonl; those that are
 there are not simulated again.
 """
 
@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 from calls import CASES, ROOT, SETTINGS
 
-from dora.sim.split import search
+from dora.sim.plan import search
 from dora.sim.sweep import simulate
 from dora.sim.workload import Workload, load
 
@@ -118,8 +118,8 @@ def main() -> None:
         if (*cell, seed) in done:
             continue
         if cell not in splits:
-            best = search(workload(cell), seed=0, processes=1)
-            sys.stdout.write(f"{cell}: {best}\n")
+            one = workload(cell)
+            best = search(one, staleness=[one.job.max_staleness], widths=[one.fleet.devices_per_instance])[0]
             splits[cell] = best.workload.fleet.rollout_devices
         row = measure(cell, instances=splits[cell], seed=seed)
         with RESULTS.open("ab") as file:

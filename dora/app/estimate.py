@@ -1,4 +1,4 @@
-"""Estimates the memory of an instance, step time and the best split of GPUs from the shapes in a model folder.
+"""Estimates the memory of an instance and the step time from the shapes in a model folder.
 
 Times assume an H100, and prompts and answers of half their maximum length on average. The time of a step is the limit
 of docs/SIMULATION.md. The estimates are only displayed. What a trainer rank takes: dora/trainer/forecast.py.
@@ -6,7 +6,6 @@ of docs/SIMULATION.md. The estimates are only displayed. What a trainer rank tak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -24,8 +23,6 @@ BANDWIDTH: Final = 3.35e12  # bytes per second
 FLOPS: Final = 4e14  # per second
 STEP_BASE_S: Final = 2.3e-3
 BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-#: Smallest saving, as a share of the step time, for which another split is suggested.
-MIN_SAVING: Final = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,24 +112,6 @@ def step_time(config: Config, shapes: Shapes, *, instances: int, ranks: int) -> 
     )
 
 
-def best_split(
-    config: Config, shapes: Shapes, *, gpus: int, ranks: Sequence[int] | None = None
-) -> tuple[int, int] | None:
-    """Return the (instances, ranks) with the shortest step on `gpus` GPUs; None if there is none.
-
-    `dora` needs K + 1 instances. `ranks`: the numbers of ranks that may be chosen; None: all.
-    """
-    tp = config.engine.tensor_parallel
-    least = config.max_staleness + 1 if config.rollout.strategy == "dora" else 1
-    splits = [((gpus - n) // tp, n) for n in (range(1, gpus) if ranks is None else ranks) if (gpus - n) // tp >= least]
-    now = (config.num_managed, config.trainer.ranks)
-    return min(
-        splits,
-        key=lambda s: (step_time(config, shapes, instances=s[0], ranks=s[1]).limit_s, s != now, -s[1]),
-        default=None,
-    )
-
-
 def starts_all_on_gpus(config: Config) -> bool:
     """Return whether the run starts all its servers and ranks, and all on GPUs; only then are times estimated."""
     all_here = config.num_managed and not config.engine.urls
@@ -144,11 +123,7 @@ def lines(config: Config, shapes: Shapes) -> list[tuple[str, str]]:
     found = [("memory", memory_text(config, shapes))]
     if not starts_all_on_gpus(config):
         return found
-    gpus = config.num_managed * config.engine.tensor_parallel + config.trainer.ranks
-    found.append(("split", time_text(config, shapes)))
-    if better := better_split(config, shapes, gpus=gpus):
-        found.append(("", better))
-    return found
+    return [*found, ("split", time_text(config, shapes))]
 
 
 def memory_text(config: Config, shapes: Shapes) -> str:
@@ -171,23 +146,6 @@ def time_text(config: Config, shapes: Shapes) -> str:
         f"H100s with {BANDWIDTH / 1e12:g} TB/s and {FLOPS / 1e12:g} TFLOP/s in training, "
         "texts of half the longest length"
     )
-
-
-def better_split(config: Config, shapes: Shapes, *, gpus: int, ranks: Sequence[int] | None = None) -> str:
-    """Return a text about a split of `gpus` GPUs that saves much of the step time; "" if there is none."""
-    best = best_split(config, shapes, gpus=gpus, ranks=ranks)
-    now = step_time(config, shapes, instances=config.num_managed, ranks=config.trainer.ranks).limit_s
-    if best is None:
-        return ""
-    other = step_time(config, shapes, instances=best[0], ranks=best[1]).limit_s
-    if other >= (1 - MIN_SAVING) * now:
-        return ""
-    return f"better: {split_text(best)} ({other:,.0f} s on {gpus} GPUs)"
-
-
-def split_text(split: tuple[int, int]) -> str:
-    """Return the settings of a split (instances, ranks)."""
-    return f"engine.instances = {split[0]}, trainer.ranks = {split[1]}"
 
 
 def size_text(num_bytes: float) -> str:

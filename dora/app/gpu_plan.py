@@ -15,13 +15,10 @@ from dora.app.checkpoint_time import checkpoint_bytes, interval_s, time_of_check
 from dora.app.estimate import (
     BYTES,
     Shapes,
-    best_split,
-    better_split,
     kv_bytes_per_token,
     memory,
     memory_text,
     size_text,
-    split_text,
     starts_all_on_gpus,
     time_text,
 )
@@ -98,7 +95,6 @@ class _Plan:
         self.available = FITS * gpus.memory  #: bytes of a GPU that may be used
         trainer, longest = config.trainer, config.longest_slice
         self.alone = outline.forecast(tokens=max(trainer.micro_batch_tokens, longest), longest=longest, ranks=1)
-        self.ranks_fit = [n for n in range(1, gpus.count) if self.rank_bytes(n) <= self.available]
         self.num_ranks = trainer.ranks if trainer.device == "cuda" else 0  #: on GPUs
         self.on: dict[int, list[str]] = defaultdict(list)  #: what is on each GPU
         for rank in range(self.num_ranks):
@@ -135,13 +131,9 @@ class _Plan:
             return "list other GPUs in engine.gpus, or start fewer instances"
         if not self.has_split:
             return "lower trainer.ranks or engine.instances"
-        split = best_split(self.config, self.shapes, gpus=self.gpus.count, ranks=self.ranks_fit)
-        if split is None:
-            return (
-                f"no split has room for the ranks and, with strategy dora, for K + 1 = {self.config.max_staleness + 1} "
-                "instances; lower rollout.max_staleness, or use more or larger GPUs"
-            )
-        return f"set {split_text(split)}"
+        return (
+            f"`dora plan CONFIG --gpus {self.gpus.count}x{self.gpus.memory / 2**30:g}GB` searches the best use of them"
+        )
 
     def check_instance(self, report: Report) -> bool:
         config, need = self.config, memory(self.config, self.shapes)
@@ -182,5 +174,6 @@ class _Plan:
                             "servers, each on GPUs of its own")  # fmt: skip
             return
         report("split", time_text(self.config, self.shapes))
-        if better := better_split(self.config, self.shapes, gpus=self.gpus.count, ranks=self.ranks_fit):
-            report("", better)
+        report(
+            "", f"`dora plan CONFIG --gpus {self.gpus.count}x{self.gpus.memory / 2**30:g}GB` searches the best split"
+        )

@@ -160,7 +160,6 @@ def _config(pace: Pace, *, urls: list[str], api_key: str) -> Config:
             },
             "engine": {
                 **{"urls": tuple(urls), "slots": server.slots, "kv_tokens": server.kv_tokens},
-                "max_parallel_pushes": settings.max_parallel_pushes,
                 "api_key": api_key,
             },
             "environment": _environment(pace) if pace.workload.tools.max_turns > 1 else {},

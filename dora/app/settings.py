@@ -46,7 +46,6 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
         no_progress_s=config.run.no_progress_s,
         call_limit_s=config.environment.call_timeout_s if config.environment.name else 0.0,
         max_episodes=config.environment.capacity,
-        max_parallel_pushes=config.engine.max_parallel_pushes,
         eval_prompt_tokens=tuple(eval_prompt_tokens),
         eval_every=config.eval.every,
         deterministic=trainer.device == "cpu",
@@ -244,7 +243,6 @@ def workload_of(config: Config) -> Workload:
             rollout_devices=rollout_devices,
             devices_per_instance=engine.tensor_parallel,
             server=SimulatedServer(**{name: value for name, value in known.items() if value is not None}),
-            parallel_pushes=engine.max_parallel_pushes,
         ),
         train=TrainerModel(
             devices_per_rank=trainer.ranks // config.data_groups,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dora.app.settings import CONFIG_REGIME, workload_of
@@ -11,23 +10,8 @@ from dora.config.load import load as load_config
 from dora.config.load import read_toml
 from dora.sim.limit import window
 from dora.sim.recorded import RecordedRun, read_run
-from dora.sim.split import Search, search
-from dora.sim.sweep import Case
 from dora.sim.workload import Workload, checked
 from dora.sim.workload import load as load_workload
-
-
-def at_best_splits(found: Sequence[Case], *, processes: int, report: Callable[[Search], object]) -> list[Case]:
-    """Return the cases with each setting at its best split, searched with its first seed; report each search."""
-    best: dict[Workload, Workload] = {}
-    for workload, seed in found:
-        if workload not in best and workload.is_shared:
-            best[workload] = workload
-        elif workload not in best:
-            result = search(workload, seed=seed, processes=processes)
-            report(result)
-            best[workload] = result.workload
-    return [(best[workload], seed) for workload, seed in found]
 
 
 def from_run(folder: Path) -> tuple[Workload, str]:
@@ -55,12 +39,17 @@ def _own_step_s(record: RecordedRun, workload: Workload) -> float:
     return (record.trained[last] - record.trained[first]) / (last - first)
 
 
+def is_workload(path: Path) -> bool:
+    """Return whether a file is a workload, not a configuration."""
+    keys = set(read_toml(path))
+    return not keys or not keys.isdisjoint(Workload.__struct_fields__)
+
+
 def from_file(path: Path | None) -> tuple[Workload, str]:
     """Return a workload file, a configuration or the built-in example (None) as a workload, and a description."""
     if path is None:
         return Workload(), "the built-in example: regime A, 16 devices\n"
-    keys = set(read_toml(path))
-    if not keys or keys & {"job", "lengths", "tools", "fleet", "train", "grade", "faults"}:
+    if is_workload(path):
         workload = load_workload(path)
         return workload, f"{path}: regime {workload.lengths.regime}, {workload.fleet.devices} devices\n"
     note = (

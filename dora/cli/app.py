@@ -287,7 +287,7 @@ def simulate(
     strategy: Annotated[str, typer.Option(help="Values of rollout.strategy, separated by commas.")] = "",
     k: Annotated[str, typer.Option(help="Values of max_staleness, separated by commas.")] = "",
     split: Annotated[
-        str, typer.Option(help="Numbers of devices for rollout, separated by commas, or 'best' to search.")
+        str, typer.Option(help="Numbers of devices for rollout, separated by commas; `dora plan` searches the best.")
     ] = "",
     instances: Annotated[
         str, typer.Option(help="Numbers of instances, separated by commas; the trainer keeps its devices.")
@@ -319,8 +319,7 @@ def simulate(
         overrides=overrides or [],
         strategies=[name for name in strategy.split(",") if name],
         staleness=_numbers(k, "--k"),
-        splits=_numbers(split.removeprefix("best"), "--split"),
-        best_split=split == "best",
+        splits=_numbers(split, "--split"),
         instances=_numbers(instances, "--instances"),
         rules=[name for name in rules.split(",") if name],
         ablate=ablate,
@@ -329,6 +328,57 @@ def simulate(
         wide=wide,
         json=json,
         pictures=pictures,
+        processes=processes,
+    )
+
+
+@app.command()
+def plan(
+    workload: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="WORKLOAD.toml|CONFIG.toml", help="Workload or configuration file (default: a built-in example)."
+        ),
+    ] = None,
+    recorded: Annotated[
+        Path | None, typer.Option("--from", metavar="DIR", help="Plan for the lengths and rates of a finished run.")
+    ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(metavar="NUMBERxMEMORY", help="GPUs of a configuration, such as 8x80GB; they need not be here."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the file. May be repeated."),
+    ] = None,
+    strategy: Annotated[str | None, typer.Option(help="Another rollout.strategy than the file's.")] = None,
+    k: Annotated[str, typer.Option(help="Values of K, separated by commas (default: 0 to max_staleness).")] = "",
+    widths: Annotated[str, typer.Option(help="GPUs of a server, separated by commas (default: 1,2,4,8).")] = "",
+    seed: Seed = 0,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the file with the best plan to FILE.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the FILE of --write.")] = False,
+    processes: Annotated[int | None, typer.Option(min=1, help="Worker processes (default: up to 2).")] = None,
+) -> None:
+    """Search the best use of given GPUs, by simulation.
+
+    Searched are K, the GPUs of a server, the split between servers and trainer, slots and micro-batches. The three best
+    plans are printed, with the settings that they change.
+    """
+    from dora.cli.plan import plan as command
+
+    command(
+        workload,
+        recorded=recorded,
+        gpus=gpus,
+        overrides=overrides or [],
+        strategy=strategy,
+        staleness=_numbers(k, "--k"),
+        widths=_numbers(widths, "--widths"),
+        seed=seed,
+        write=write,
+        force=force,
         processes=processes,
     )
 

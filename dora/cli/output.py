@@ -11,9 +11,11 @@ import os
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
 
-from dora.errors import one_line
+from dora.errors import ConfigError, one_line
 from dora.log import LossyFile
 
 
@@ -43,6 +45,15 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Name the option and the file if they are why nothing can be written."""
+    try:
+        yield
+    except OSError as err:
+        raise ConfigError(f"{option} {path}: cannot be written: {err.strerror}") from err
 
 
 def tolerate_full_disk() -> None:

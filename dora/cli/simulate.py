@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
-from dora.app.simulate import at_best_splits, from_file, from_run
-from dora.cli.output import say, show_progress
+from dora.app.simulate import from_file, from_run
+from dora.cli.output import say, show_progress, writing
 from dora.errors import ConfigError
 from dora.sim.measure import Result
 from dora.sim.pictures import draw
@@ -25,7 +24,6 @@ def simulate(
     strategies: Sequence[str],
     staleness: Sequence[int],
     splits: Sequence[int],
-    best_split: bool,
     instances: Sequence[int],
     rules: Sequence[str],
     ablate: bool,
@@ -59,8 +57,6 @@ def simulate(
     _require_writable(json, pictures)
     say(*note.splitlines())
     processes = processes or min(2, os.cpu_count() or 1)
-    if best_split:
-        found = at_best_splits(found, processes=processes, report=lambda best: say(str(best)))
     results: list[Result] = []
     for result in run(found, processes=processes):
         results.append(result)
@@ -71,27 +67,19 @@ def simulate(
     say(*(line for text in lines for line in text.split("\n")))
     if pictures is not None:
         drawn = draw(summary, found)
-        with _writing("--pictures", pictures):
+        with writing("--pictures", pictures):
             for name, picture in drawn.items():
                 (pictures / f"{name}.svg").write_text(picture, encoding="utf-8")
     if json is not None:
-        with _writing("--json", json):
+        with writing("--json", json):
             json.write_bytes(as_json(results))
 
 
 def _require_writable(json: Path | None, pictures: Path | None) -> None:
     """Raise ConfigError now, not after the last simulation, if the outputs cannot be written."""
     if pictures is not None:
-        with _writing("--pictures", pictures):
+        with writing("--pictures", pictures):
             pictures.mkdir(parents=True, exist_ok=True)
     if json is not None:
-        with _writing("--json", json):
+        with writing("--json", json):
             json.touch()
-
-
-@contextmanager
-def _writing(option: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as err:
-        raise ConfigError(f"{option} {path}: cannot be written: {err.strerror}") from err

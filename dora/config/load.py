@@ -117,7 +117,7 @@ def parse(text: str) -> Config:
 
 def dump(config: Config) -> str:
     """Return the whole config as TOML, without secrets; `parse` of it gives the same config."""
-    return tomli_w.dumps(_without_unset(config.model_dump(mode="json")))
+    return tomli_w.dumps(without_unset(config.model_dump(mode="json")))
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
@@ -381,8 +381,8 @@ def _model_at(loc: Sequence[int | str]) -> type[BaseModel]:
 # -- writing ------------------------------------------------------------------------------------------------------
 
 
-def _without_unset(value: Any) -> Any:
-    """Remove unset keys, because TOML has no null."""
+def without_unset(value: Any) -> Any:
+    """Return tables without unset keys, because TOML has no null."""
     if isinstance(value, dict):
-        return {key: _without_unset(item) for key, item in value.items() if item is not None}
-    return [_without_unset(item) for item in value] if isinstance(value, list) else value
+        return {key: without_unset(item) for key, item in value.items() if item is not None}
+    return [without_unset(item) for item in value] if isinstance(value, list) else value

@@ -153,8 +153,6 @@ class EngineConfig(Section):
     """Time in which a managed instance must become ready."""
     push_timeout_s: Seconds = 60.0
     """Time in which one weight push must finish, read-back included."""
-    max_parallel_pushes: Positive = 4
-    """Maximum number of pushes at the same time; further ones wait their turn."""
     api_key: str | None = secret("DORA_ENGINE_API_KEY")
     """Bearer token that the servers require. A managed instance finds its own in DORA_SERVE_API_KEY. Unset: one is
     generated at each start and sent to managed instances only."""

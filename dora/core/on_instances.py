@@ -18,7 +18,7 @@ from dora.core.occupancy import (
     unreserve,
 )
 from dora.core.phases import TrajectoryPhase, WeightsPhase
-from dora.core.pushes import confirmed, push_ended, resumed
+from dora.core.pushes import confirmed, failed, push_ended, resumed, timed
 from dora.core.state import State
 from dora.core.tables import Instance
 
@@ -137,9 +137,8 @@ def on_weight_push_finished(state: State, event: ev.WeightPushFinished) -> None:
         reason = f"it was given version {instance.pushing} and reads back {event.version}"
         on_weight_push_failed(state, ev.WeightPushFailed(event.at, event.instance, event.attempt, reason))
         return
+    timed(state, instance)
     push_ended(state, instance)
-    state.num_pushed += 1
-    state.push_s += (state.now - instance.push_at - state.push_s) / state.num_pushed
     confirmed(state, instance, event.version)
     instance.failures = 0
     resumed(state, instance)
@@ -151,6 +150,7 @@ def on_weight_push_failed(state: State, event: ev.WeightPushFailed) -> None:
     if instance is None or instance.attempt != event.attempt or instance.pushing is None:
         state.counters.late_completions += 1
         return
+    failed(state, instance)
     push_ended(state, instance)
     instance.move(WeightsPhase.QUARANTINED, state.cause)
     if instance.failures >= len(PUSH_BACKOFF_S):

@@ -28,6 +28,8 @@ def push(state: State, instance: Instance, version: VersionId) -> None:
     instance.pushing = version
     instance.attempt += 1
     instance.push_at = state.now
+    state.push_limit.reach(state.now, under_way=state.pushes)
+    instance.push_area_s = state.push_limit.under_way_s
     state.pushes += 1
     state.given_away.pop(version, None)
     state.entry(version).loading += 1
@@ -37,6 +39,7 @@ def push(state: State, instance: Instance, version: VersionId) -> None:
 def push_ended(state: State, instance: Instance) -> None:
     """Note that the push to an instance was confirmed or failed, or that the instance is lost."""
     assert instance.pushing is not None
+    state.push_limit.reach(state.now, under_way=state.pushes)
     state.entry(instance.pushing).loading -= 1
     instance.pushing = None
     state.pushes -= 1
@@ -44,6 +47,26 @@ def push_ended(state: State, instance: Instance) -> None:
     state.agenda.release = True
     if state.settings.rules.spreads and not state.pushes:
         admissions_changed(state)  # a batch starts once no push is in flight
+
+
+def timed(state: State, instance: Instance) -> None:
+    """Take the time of a push that has succeeded and is still counted as under way."""
+    took_s = state.now - instance.push_at
+    state.num_pushed += 1
+    state.push_s += (took_s - state.push_s) / state.num_pushed
+    state.push_limit.learn(took_s, among=_among(state, instance))
+
+
+def failed(state: State, instance: Instance) -> None:
+    """Take the failure of a push that is still counted as under way."""
+    state.push_limit.failed(among=_among(state, instance))
+
+
+def _among(state: State, instance: Instance) -> float:
+    """Return how many pushes were under way on average while an instance's was, itself included."""
+    state.push_limit.reach(state.now, under_way=state.pushes)
+    took_s = state.now - instance.push_at
+    return (state.push_limit.under_way_s - instance.push_area_s) / took_s if took_s > 0 else 1.0
 
 
 def confirmed(state: State, instance: Instance, version: VersionId) -> None:

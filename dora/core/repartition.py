@@ -58,8 +58,8 @@ def _give(state: State, needs: list[VersionId], newest: VersionId | None) -> Non
         elif instance.residents:
             if version in needs or not _is_kept_for_evaluation(state, instance):
                 vacate(state, instance)
-        elif state.pushes >= state.settings.max_parallel_pushes:
-            return  # the end of the next push makes `place` due again
+        elif state.pushes >= state.push_limit.limit and _has_instance(state, version):
+            return  # the end of the next push makes `place` due again; a version's first instance does not wait for it
         else:
             _leave_version(state, instance)
             push(state, instance, version)

@@ -17,6 +17,7 @@ from dora.core.events import Event
 from dora.core.feasibility import Formation, formation_of
 from dora.core.ids import GroupId, InstanceId, TrajectoryId, VersionId
 from dora.core.phases import Cause
+from dora.core.push_limit import PushLimit
 from dora.core.strategies import Settings
 from dora.core.tables import Group, Instance, Ledger, Trajectory
 from dora.core.training import Feed
@@ -91,6 +92,7 @@ class State:
     pushes: int = 0  #: in flight, including those to drained instances
     push_s: float = 0.0  #: mean time of the pushes that succeeded
     num_pushed: int = 0
+    push_limit: PushLimit = field(default_factory=PushLimit)
     yielding: Instance | None = None  #: admits no group, to make room for a version in need (`patience`)
     vacant: dict[InstanceId, Instance] = field(default_factory=dict)  #: no training resident, reservation or push
     drained: dict[InstanceId, Instance] = field(default_factory=dict)  #: not members, lost ones included

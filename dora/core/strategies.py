@@ -130,7 +130,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     call_limit_s: float = 0.0  #: longest time of a call of an environment, by which calls extend no_progress_s
     max_episodes: int = 0  #: unfinished trajectories for which environments have room; 0: any number
     max_attempts: int = 8  #: requests of one trajectory that may fail, not counting lost instances
-    max_parallel_pushes: int = 4
     eval_prompt_tokens: tuple[int, ...] = ()  #: prompt lengths of all evaluation samples, in order
     eval_every: int = 0  #: steps between evaluations; 0: only the first and the last version
     max_eval_share: float = 0.1  #: share of all slots for samples, while training could use the slots

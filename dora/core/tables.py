@@ -121,6 +121,7 @@ class Instance:
     pushing: VersionId | None = None  #: version of the push in flight; None unless LOADING or UPDATING
     attempt: int = 0  #: of the latest push
     push_at: float = 0.0  #: when it was ordered
+    push_area_s: float = 0.0  #: `PushLimit.under_way_s` at that time
     failures: int = 0  #: consecutive failed pushes
     retry_at: float = 0.0  #: no push before this time
     slots: int = 0

@@ -18,7 +18,7 @@ from dora.errors import ProtocolError
 #: each held-out sample: a million samples take 3 MB.
 MAX_RECORD_BYTES: Final = 4 << 20
 #: Incremented with every change that older readers would misread.
-FORMAT: Final = 2
+FORMAT: Final = 3
 
 
 class JournalRecord(msgspec.Struct, frozen=True, gc=False, tag=True, forbid_unknown_fields=True):

@@ -47,6 +47,7 @@ class SimulatedInstance:
         "held_s",
         "id",
         "incarnation",
+        "is_loading",
         "is_newest",
         "num_running",
         "requests",
@@ -73,8 +74,9 @@ class SimulatedInstance:
         self.waiting: deque[Request] = deque()
         self.num_running = 0  #: requests in the batch: all but those that are queued
         self.halted = False  #: training has its device
+        self.is_loading = False  #: a push is under way
         self.steps = 0  #: number of decoding steps done
-        self.anchor = 0.0  #: end of the last one; in the future during a prefill or a push
+        self.anchor = 0.0  #: end of the last one; in the future during a prefill
         self.context = 0  #: tokens that a step reads: prompts and answers of all running requests
         self.used = 0
         self.evictions = 0
@@ -104,7 +106,7 @@ class SimulatedInstance:
 
     def next_at(self) -> float:
         """Return when the next turn ends or the KV is full; infinity if never."""
-        decodes = self.num_running and not self.halted
+        decodes = self.num_running and not self.halted and not self.is_loading
         return self.anchor + self._duration(self._steps_ahead()) if decodes else math.inf
 
     def after(self, steps: int) -> float:
@@ -113,7 +115,7 @@ class SimulatedInstance:
 
     def reach(self, now: float) -> None:
         """Run all steps that end by `now`."""
-        if not self.num_running or self.halted:
+        if not self.num_running or self.halted or self.is_loading:
             self._idle_until(now)
         elif now > self.anchor:
             ahead = self._steps_ahead()
@@ -126,7 +128,9 @@ class SimulatedInstance:
 
     def _idle_until(self, now: float) -> None:
         if now > self.anchor:
-            if self.up:
+            if self.is_loading:
+                self.use.push_s += now - self.anchor
+            elif self.up:
                 self.use.empty_s += now - self.anchor
             else:
                 self.use.down_s += now - self.anchor
@@ -210,7 +214,7 @@ class SimulatedInstance:
             else:
                 self._retract(max((r for r in self.requests.values() if r.running), key=lambda r: r.age))
                 self.evictions += 1
-        while self.waiting and not self.halted and self._fits(self.waiting[0]):
+        while self.waiting and not self.halted and not self.is_loading and self._fits(self.waiting[0]):
             self._start(self.waiting.popleft())
         return ended
 
@@ -233,17 +237,19 @@ class SimulatedInstance:
             ended.append(request)
         return ended
 
-    def pause(self, until: float, *, retract: bool) -> None:
-        """Pause for a push, which ends at `until`. With `retract` all KV is dropped, and running requests are prefilled
-        again. Call `reach` first and `settle` afterwards."""
+    def begin_push(self, *, retract: bool) -> None:
+        """Pause for a push. With `retract` all KV is dropped, and running requests are prefilled again once it has
+        ended. Call `reach` first and `settle` afterwards."""
+        self.is_loading = True
         if retract:
             for request in list(self._idle.values()):
                 self._free(request)
             for request in sorted((r for r in self.requests.values() if r.running), key=lambda r: -r.age):
                 self._retract(request)
-        if until > self.anchor:
-            self.use.push_s += until - self.anchor
-            self.anchor = until
+
+    def end_push(self) -> None:
+        """Go on after a push. Call `reach` first and `settle` afterwards."""
+        self.is_loading = False
 
     def update(self, version: int) -> None:
         """Change the weights under the running requests."""
@@ -287,7 +293,7 @@ class SimulatedInstance:
         self._sharing.clear()
         self.context = self.used = self.num_running = 0
         self._ahead = None
-        self.halted = False
+        self.halted = self.is_loading = False
         return lost
 
     def _need(self, request: Request) -> int:

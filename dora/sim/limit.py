@@ -54,8 +54,18 @@ class _Terms(NamedTuple):
 
 def limit(workload: Workload, *, seed: int) -> Limit:
     """Return the limit of a workload under its strategy, over the blocks of the measured steps."""
-    first, last = window(workload.job.steps, max_staleness=workload.rules.max_staleness)
-    blocks = [_terms(workload, *block) for block in islice(_blocks(workload, seed=seed), last + 1)]
+    return limits([workload], seed=seed)[0]
+
+
+def limits(workloads: Sequence[Workload], *, seed: int) -> list[Limit]:
+    """Return the limits of workloads that differ in their split only."""
+    first, last = window(workloads[0].job.steps, max_staleness=workloads[0].rules.max_staleness)
+    read = islice(_blocks(workloads[0], seed=seed), last + 1)
+    blocks = [(_Block(kept), _Block([*kept, *filtered])) for kept, filtered in read]
+    return [_limit(workload, [_terms(workload, *block) for block in blocks], first=first) for workload in workloads]
+
+
+def _limit(workload: Workload, blocks: Sequence[_Terms], *, first: int) -> Limit:
     terms = _Terms(*np.mean(blocks[first + 1 :], axis=0).tolist())
     bounds = _bounds(workload, terms)
     rule = max(bounds, key=lambda name: bounds[name])
@@ -105,9 +115,8 @@ def _floor_s(workload: Workload, blocks: Sequence[_Terms], *, first: int) -> flo
     return (published[-1] - published[first]) / (len(blocks) - first)
 
 
-def _terms(workload: Workload, groups: Sequence[SimulatedGroup], filtered: Sequence[SimulatedGroup]) -> _Terms:
-    """Return the terms of one block: N groups that are trained, and those that are only decoded."""
-    block, everything = _Block(groups), _Block([*groups, *filtered])
+def _terms(workload: Workload, block: _Block, everything: _Block) -> _Terms:
+    """Return the terms of one block: of the N groups that are trained, and of those with the ones only decoded."""
     prompts, lengths = block.prompts, block.lengths
     train, server = workload.train, workload.fleet.server
     tokens = float(lengths.sum() + prompts.sum() * workload.job.group_size)
@@ -116,7 +125,8 @@ def _terms(workload: Workload, groups: Sequence[SimulatedGroup], filtered: Seque
     row, column = np.unravel_index(int(alone.argmax()), alone.shape)
     around_s = workload.push_s + workload.grade.median_s
     last_s = (prompts[row] + lengths[row, column]) / workload.rank_tokens_s + train.update_s + workload.publish_s
-    read_s = sum(server.prefill_s(g.prompt_tokens) for g in (*groups, *filtered))
+    read_s = float((everything.prompts * server.prefill_s_per_token).sum())
+    read_s += float((everything.prompts**2 * server.prefill_s_per_token2 / 2).sum())
     read_s += float(everything.results_s(server).sum())
     held_s = float(everything.waited_s.sum()) if workload.orchestration.calls == "keep" else 0.0
     decode_s = (_decode_s(everything, server=server, called_s=held_s) + read_s) / _speed(workload)

@@ -31,6 +31,7 @@ class SimulatedCounts:
     answers: int = 0
     at: float = 0.0
     migrations: int = 0
+    pushes: int = 0
     evictions: int = 0
     recovered: int = 0
     mixed: int = 0
@@ -101,6 +102,7 @@ class Measure:
                 self.counts,
                 at=at,
                 migrations=state.counters.migrations,
+                pushes=state.num_pushed,
                 evictions=sum(i.evictions for i in self._instances),
                 recovered=state.counters.recovered,
                 mixed=state.counters.version_conflicts,
@@ -160,6 +162,8 @@ class Measure:
             violations=_violations(state),
             events=num_events,
             step_error_s=self._step_error_s(),
+            pushes=(b.pushes - a.pushes) / steps,
+            push_limit=state.push_limit.limit,
         )
 
     def _step_error_s(self) -> float:
@@ -286,3 +290,5 @@ class Result(msgspec.Struct, frozen=True):
     violations: int  #: of the constraints that the strategy keeps; the shares above count those it breaks by design
     events: int
     step_error_s: float = 0.0  #: standard error of `step_s`, if the measured steps were independent
+    pushes: float = 0.0  #: per step
+    push_limit: int = 0  #: number of pushes at once that the run has learned by its end

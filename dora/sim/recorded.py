@@ -270,7 +270,7 @@ def _fleet(record: RecordedRun) -> FleetModel:
         weight_bytes=float(record.num_bytes),
         push_fixed_s=mean(record.push_s),
         push_bytes_s=_AT_ONCE,
-        parallel_pushes=record.settings.max_parallel_pushes,
+        store_bytes_s=_AT_ONCE,
         answer_s=answer_s,
         report_s=1.0,
     )

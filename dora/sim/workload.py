@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from dora.config.load import read_toml, set_key
+from dora.core.decode_time import DecodeTime
 from dora.core.orchestration import SWITCHES, Calls, Orchestration, orchestration_of
 from dora.core.strategies import STRATEGIES, Pause, Rules, Settings, rules_of
 from dora.errors import ConfigError
@@ -23,7 +24,14 @@ from dora.sim.tools import Tools
 _NEVER: Final = 1e12
 _AT_LEAST: Final = {"job.steps": 2, "job.group_size": 2, "job.groups_per_step": 1, "fleet.devices_per_instance": 1}
 _DIVISORS: Final = (
-    *("fleet.server.slots", "fleet.slow_speed", "fleet.push_bytes_s", "fleet.report_s", "train.tokens_s_per_device"),
+    *(
+        "fleet.server.slots",
+        "fleet.slow_speed",
+        "fleet.push_bytes_s",
+        "fleet.store_bytes_s",
+        "fleet.report_s",
+        "train.tokens_s_per_device",
+    ),
     *("train.devices_per_rank", "train.micro_batch_tokens", "train.publish_bytes_s"),
 )
 
@@ -74,10 +82,14 @@ class FleetModel(_Part, frozen=True):
     server: SimulatedServer = SimulatedServer()
     slow_instances: int = 0  #: number of instances that run at `slow_speed`
     slow_speed: float = 0.7
+    device_bytes: float = 80e9  #: memory of a device; see `with_width`
+    fixed_step_s: float = 0.0  #: part of a decoding step's base time that more devices do not shorten; see `with_width`
+    wider_step_s: float = 0.0  #: added to it on servers of more devices than described; see `with_width`
     weight_bytes: float = 1e9
     push_fixed_s: float = 1.0
-    push_bytes_s: float = 8e9
-    parallel_pushes: int = 2  #: ignored by strategies that push to the whole fleet at once
+    push_bytes_s: float = 8e9  #: of the link of one server
+    store_bytes_s: float = 200e9  #: what the store gives to all pushes together
+    relay: bool = False  #: servers pass on what they receive, so that the store sends a version once
     stop_s: float = 0.05  #: time until a stopped request has ended
     answer_s: float = 0.0  #: round-trip time of a request, in addition to decoding
     report_s: float = 10.0  #: time between two reports of token counts
@@ -167,8 +179,9 @@ class Workload(_Part, frozen=True):
 
     @property
     def push_s(self) -> float:
-        """Duration of one push to one instance."""
-        return self.fleet.push_fixed_s + self.fleet.weight_bytes / self.fleet.push_bytes_s
+        """Duration of one push to one instance while no other is under way."""
+        fleet = self.fleet
+        return fleet.push_fixed_s + fleet.weight_bytes / min(fleet.push_bytes_s, fleet.store_bytes_s)
 
     @property
     def publish_s(self) -> float:
@@ -207,7 +220,7 @@ class Workload(_Part, frozen=True):
 
     def settings(self) -> Settings:
         """Return the settings of the decision core."""
-        job, together = self.job, self.rules.batched or self.rules.max_staleness == 0
+        job = self.job
         return Settings(
             rules=self.rules,
             steps=job.steps,
@@ -224,9 +237,42 @@ class Workload(_Part, frozen=True):
             call_limit_s=self.tools.longest_s,
             watchdog_s=self.watchdog_s,
             no_progress_s=_NEVER,
-            max_parallel_pushes=self.num_instances if together else self.fleet.parallel_pushes,
             decode_time=self.fleet.server.decode,
             prefill_s_per_token=self.fleet.server.prefill_s_per_token,
+        )
+
+    def with_width(self, devices: int) -> Workload:
+        """Return the same fleet with servers of so many devices, by tensor parallelism; `rollout_devices` stays.
+
+        The weights and the KV of a request are divided, so that the time to read them, the prefill and the push shrink
+        with the width; the time per request and `fixed_step_s` of a step do not. What the weights leave of the memory
+        is KV, in the same share, and the slots grow with the width. All this is extrapolated, not measured:
+        `wider_step_s` makes wider servers slower than that.
+        """
+        fleet, times = self.fleet, devices / self.fleet.devices_per_instance
+        if times == 1:
+            return self
+        server, decode = fleet.server, fleet.server.decode
+        free = fleet.devices_per_instance * fleet.device_bytes - fleet.weight_bytes
+        share = max(0.0, times * (free + fleet.weight_bytes) - fleet.weight_bytes) / free
+        fixed_s = min(fleet.fixed_step_s, decode.base_s)
+        changes = {
+            "slots": max(1, int(server.slots * times)),
+            "kv_tokens": int(server.kv_tokens * share),
+            "prefill_s_per_token": server.prefill_s_per_token / times,
+            "prefill_s_per_token2": server.prefill_s_per_token2 / times,
+            "decode": DecodeTime(
+                base_s=fixed_s + (decode.base_s - fixed_s) / times + (fleet.wider_step_s if times > 1 else 0.0),
+                per_request_s=decode.per_request_s,
+                per_token_s=decode.per_token_s / times,
+            ),
+        }
+        return self.with_changes(
+            fleet={
+                "devices_per_instance": devices,
+                "push_bytes_s": fleet.push_bytes_s * times,
+                "server": msgspec.structs.replace(server, **changes),
+            }
         )
 
     def with_changes(self, **changes: dict[str, Any]) -> Workload:

@@ -33,6 +33,7 @@ from dora.sim.instance import SimulatedInstance
 from dora.sim.measure import Measure
 from dora.sim.server import Request
 from dora.sim.trainer import wave_time
+from dora.sim.transfers import Transfers
 from dora.sim.workload import Workload
 
 #: Number of events between two full recounts of the state.
@@ -81,6 +82,14 @@ class World:
         self._tags: dict[GroupId, int] = {}  # version of each admitted group that has not left
         self._interrupted: dict[TrajectoryId, Request] = {}  # stopped, lost with their server, or calling
         self._calling: set[TrajectoryId] = set()
+        self._pushes: dict[InstanceId, tuple[cmd.PushWeights, bool]] = {}  # under way, and whether each will fail
+        self._transfers = Transfers(
+            num_bytes=fleet.weight_bytes,
+            link_bytes_s=fleet.push_bytes_s,
+            store_bytes_s=fleet.store_bytes_s,
+            relay=fleet.relay,
+        )
+        self._transfers_plan = 0  # number of the latest plan; a wake-up of an older one is ignored
         self._graders = [0.0] * workload.grade.workers  # a heap of the times when each becomes free
         self._trainer_free = 0.0
         self._ordered_at = 0.0  # time of the core's last command
@@ -203,6 +212,10 @@ class World:
         self._interrupted.update(lost)
         instance.up = False
         instance.version = None
+        if self._pushes.pop(instance.id, None) is not None:
+            self._transfers.reach(self.now)
+            self._transfers.stop(instance.id)
+            self._plan_transfers()
         instance.wake += 1
         self._pressed.discard(instance.id)
         self._evictions[instance.id] = instance.evictions
@@ -311,20 +324,40 @@ class World:
             self._touched[instance.id] = instance
         else:
             instance.version = None
-        instance.pause(self.now + self.workload.push_s, retract=pause != "in_place")
+        instance.begin_push(retract=pause != "in_place")
         fails = self.random.random() < self.workload.faults.push_failure_share
-        action = partial(self._pushed, order, instance.incarnation, fails=fails)
-        self._at(self.workload.push_s, action)
+        self._pushes[order.instance] = order, fails
+        self._at(self.workload.fleet.push_fixed_s, partial(self._begin_transfer, order))
 
-    def _pushed(self, order: cmd.PushWeights, incarnation: int, *, fails: bool) -> ev.Event | None:
-        instance = self.instances[order.instance]
-        if not instance.up or instance.incarnation != incarnation:
+    def _begin_transfer(self, order: cmd.PushWeights) -> None:
+        if self._pushes.get(order.instance, (None, False))[0] is order:
+            self._transfers.reach(self.now)
+            self._transfers.begin(order.instance)
+            self._plan_transfers()
+
+    def _plan_transfers(self) -> None:
+        """Schedule the end of the next transfer, as their rate has changed. Call `reach` first."""
+        self._transfers_plan += 1
+        at = self._transfers.next_at()
+        if at is not None:
+            self._put(at, partial(self._end_transfer, self._transfers_plan))
+
+    def _end_transfer(self, plan: int) -> ev.Event | None:
+        if plan != self._transfers_plan:
             return None
+        self._transfers.reach(self.now)
+        instance = self.instances[self._transfers.ended()]
+        order, fails = self._pushes.pop(instance.id)
+        instance.reach(self.now)
+        instance.end_push()
+        if instance.requests:
+            self._touched[instance.id] = instance
+        if not fails:
+            instance.update(order.version)
+            instance.is_newest = order.version == self.newest
+        self._plan_transfers()
         if fails:
             return ev.WeightPushFailed(self.now, order.instance, order.attempt, "a simulated failure")
-        instance.reach(self.now)
-        instance.update(order.version)
-        instance.is_newest = order.version == self.newest
         return ev.WeightPushFinished(self.now, order.instance, order.attempt, order.version)
 
     def _on_condemn_instance(self, order: cmd.CondemnInstance) -> None:

@@ -97,13 +97,8 @@ def test_ranks_servers_and_time_are_forecast_without_gpus_weights_or_data(model:
 @pytest.mark.parametrize(
     ("count", "changes", "says"),
     [
-        (6, (), "need 8 GPUs, and 6 are given; set engine.instances = 5, trainer.ranks = 1"),
-        (3, (), "no split has room for the ranks and, with strategy dora, for K + 1 = 3 instances"),
-        (
-            8,
-            ("engine.tensor_parallel=2",),
-            "need 12 GPUs, and 8 are given; set engine.instances = 3, trainer.ranks = 2",
-        ),
+        (6, (), "need 8 GPUs, and 6 are given; `dora plan CONFIG --gpus 6x80GB` searches the best use of them"),
+        (8, ("engine.tensor_parallel=2",), "need 12 GPUs, and 8 are given; `dora plan CONFIG --gpus 8x80GB`"),
         (4, ("engine.gpus=[4,5,6,7]",), "need 8 GPUs, and 4 are given; list other GPUs in engine.gpus"),
     ],
 )

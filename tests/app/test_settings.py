@@ -17,7 +17,6 @@ CHANGED = (
     "rollout.groups_per_step=5",
     "rollout.group_size=3",
     "rollout.filter_zero_variance=false",
-    "engine.max_parallel_pushes=3",
     "trainer.micro_batch_tokens=999",
     "trainer.ranks=4",
     "trainer.parallel.context=2",

@@ -158,8 +158,7 @@ class Outside:
                 assert not idle, f"version {version} has room while its group {first.id} waits: {roomiest}"
             if isinstance(event, ev.Ticked) and entry.num_waiting and not entry.serving and not entry.loading:
                 free = [i.id for i in state.vacant.values() if self._may_be_pushed(i.id)]
-                busy = state.pushes >= self.settings.max_parallel_pushes
-                assert busy or not free, f"version {version} has no instance while {free} are free"
+                assert not free, f"version {version} has no instance while {free} are free"
 
     def _may_be_pushed(self, id: InstanceId) -> bool:
         i = self.state.instances[id]
@@ -210,7 +209,9 @@ class Outside:
         assert order.instance not in self.barred
         assert order.version in self.published
         assert order.version not in self.released
-        assert len(self.pushes) < self.settings.max_parallel_pushes or self.in_flight
+        held = {s.version for i, s in self.servers.items() if s.up and i not in self.barred}
+        is_first = order.version not in held | {p.version for p in self.pushes.values()}
+        assert len(self.pushes) < self.state.push_limit.limit or is_first or self.in_flight
         running = [
             t for t, r in self.requests.items() if r.order.instance == order.instance and (t < 0 or not self.in_flight)
         ]

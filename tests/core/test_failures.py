@@ -62,7 +62,7 @@ def test_a_quarantined_instance_gets_no_work() -> None:
 
 
 def test_no_more_pushes_run_at_once_than_allowed() -> None:
-    core = Core(max_parallel_pushes=2)
+    core = Core()
     core.ready()
     core.publish(0)
     assert [core.up(i) for i in range(3)] == [[push(0, version=0, attempt=1)], [push(1, version=0, attempt=1)], []]

@@ -116,7 +116,7 @@ def test_partial_sync_has_the_same_surplus_and_none_that_the_job_could_not_train
 
 
 def test_a_published_version_is_pushed_at_once_to_every_instance_whatever_runs_there() -> None:
-    core = interrupted(max_parallel_pushes=1)
+    core = interrupted()
     assert core.of(cmd.PushWeights)[-2:] == [push(0, version=1, attempt=2), push(1, version=1, attempt=2)]
     assert core.of(cmd.StopRequest) == []
     assert core.of(cmd.ReleaseVersion) == [cmd.ReleaseVersion(0)]

@@ -56,7 +56,6 @@ _JOBS = st.builds(
     no_progress_s=st.just(1e9),
     max_attempts=st.integers(1, 3),
     max_episodes=_ROOM,
-    max_parallel_pushes=st.integers(1, 4),
     eval_prompt_tokens=st.lists(st.integers(1, 5), max_size=4).map(tuple),
     eval_every=st.integers(0, 2),
     max_eval_share=st.sampled_from([0.1, 0.5]),

@@ -61,7 +61,6 @@ def world(seed: int, *, shared_prompts: bool = False, calls: bool = False) -> Wo
         filter_zero_variance=r.random() < 0.8,
         max_top_up=r.choice([1.0, 10.0]),
         orchestration=draw_orchestration(r),
-        max_parallel_pushes=r.randint(1, 4),
         eval_prompt_tokens=(3,) * r.choice([0, 0, 1, 6]),
         eval_every=r.randint(0, 2),
         no_progress_s=3600.0,
@@ -70,7 +69,7 @@ def world(seed: int, *, shared_prompts: bool = False, calls: bool = False) -> Wo
         updates = 2 if job.groups_per_step == 4 and seed % 2 else job.groups_per_step
         job = msgspec.structs.replace(job, updates=updates, shared_prompts=True)
     faults = Faults(
-        push_fails=r.choice([0.0, 0.0, 0.3, 0.8]),
+        push_fails=r.choice([0.0, 0.0, 0.3, 0.9]),
         request_fails=r.choice([0.0, 0.0, 0.05]),
         instance_dies=r.choice([0.0, 0.0, 0.02, 0.1]),
         grading_fails=r.choice([0.0, 0.0, 0.05]),
@@ -88,6 +87,7 @@ def world(seed: int, *, shared_prompts: bool = False, calls: bool = False) -> Wo
         prompts=r.choice([None, None, None, 0, 1, 7, 15]),
         train_s=r.choice([0.1, 1.0, 5.0]),
         push_s=r.choice([0.05, 0.3, 2.0]),
+        store=r.choice([1, 2, 1000]),
     )
     if calls:
         _add_calls(drawn, r)

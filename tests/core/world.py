@@ -82,6 +82,7 @@ class World:
     prompts: int | None = None  #: length of the source; None: endless
     train_s: float = 1.0
     push_s: float = 0.3
+    store: int = 1000  #: pushes at once that are not slower for it
     token_s: float = 0.05
     calls: float = 0.0  #: share of turns that end with a call
     call_s: float = 0.5  #: mean time of a call
@@ -271,7 +272,7 @@ class World:
             self.confirmed.add(order.instance)
             return ev.WeightPushFinished(self.now, order.instance, order.attempt, order.version)
 
-        self.at(self.push_s, end)
+        self.at(self.push_s * max(1.0, self.state.pushes / self.store), end)
 
     def _TrainMicroBatch(self, order: cmd.TrainMicroBatch) -> None:
         epoch = self.trainer_epoch

@@ -125,7 +125,6 @@ def _job(r: random.Random) -> Settings:
         watchdog_s=30.0,
         no_progress_s=1e9,
         max_attempts=r.randint(1, 3),
-        max_parallel_pushes=r.randint(1, 4),
         eval_prompt_tokens=tuple(r.randint(1, 5) for _ in range(r.choice([0, 0, 1, 4]))),
         eval_every=r.randint(0, 2),
         max_eval_share=r.choice([0.1, 0.5]),

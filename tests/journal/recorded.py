@@ -26,7 +26,7 @@ E = TypeVar("E", bound=Event)
 C = TypeVar("C", bound=Command)
 
 
-def full_run(seed: int = 20) -> World:
+def full_run(seed: int = 24) -> World:
     """A run in which everything happens: migration, losses, filters, late completions, evaluation."""
     return run(
         seed=seed,

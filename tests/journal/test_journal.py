@@ -121,7 +121,7 @@ def test_a_file_that_is_not_a_journal_is_refused_in_one_line(world: World, tmp_p
 def test_another_format_is_refused_by_its_number(world: World, tmp_path: Path) -> None:
     with JournalWriter(tmp_path / "journal") as writer:
         writer.write(msgspec.msgpack.encode({"type": "Header", "format": 99, "new": True}))
-    with pytest.raises(ConfigError, match="has format 99, but this DORA reads format 2"):
+    with pytest.raises(ConfigError, match="has format 99, but this DORA reads format 3"):
         Journal(tmp_path / "journal")
 
 

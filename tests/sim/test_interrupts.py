@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,10 +43,13 @@ def updated(*, retract: bool) -> tuple[SimulatedInstance, float]:
         server.take(request(id, total=total))
     server.settle()
     server.reach(0.25)
-    server.pause(1.25, retract=retract)
+    server.begin_push(retract=retract)
     server.settle()
+    assert server.next_at() == math.inf
     server.reach(1.25)
     server.update(1)
+    server.end_push()
+    server.settle()
     return server, server.next_at()
 
 

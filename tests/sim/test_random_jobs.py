@@ -44,7 +44,12 @@ def drawn(seed: int) -> Workload:
     )
     fleet: dict[str, Any] = {
         **{"server": server, "time_shared": r.random() < 0.6, "devices_per_instance": r.choice([1, 2])},
-        **{"push_fixed_s": r.choice([0.05, 8.0]), "parallel_pushes": r.randint(1, 3), "stop_s": r.choice([0.05, 1.0])},
+        **{
+            "push_fixed_s": r.choice([0.05, 8.0]),
+            "store_bytes_s": r.choice([3e9, 200e9]),
+            "relay": r.random() < 0.3,
+            "stop_s": r.choice([0.05, 1.0]),
+        },
         **{"slow_instances": r.choice([0, 1]), "report_s": r.choice([1.0, 5.0]), "answer_s": r.choice([0.0, 0.0, 0.3])},
     }
     faults = Faults(

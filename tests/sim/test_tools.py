@@ -227,10 +227,11 @@ def test_an_update_during_a_call_drops_its_kv_only_with_retract(retract: bool, r
     [called] = step(one)
     assert one.spans(called) == ((0, 0, 10),)
     one.reach(2.0)
-    one.pause(3.0, retract=retract)
+    one.begin_push(retract=retract)
     one.settle()
     one.reach(3.0)
     one.update(1)
+    one.end_push()
     before = one.use.prefill_s
     one.reach(9.0)
     come_back(one, called)
@@ -243,9 +244,14 @@ def test_an_update_during_a_call_drops_its_kv_only_with_retract(retract: bool, r
 def test_a_result_that_arrives_during_a_pause_is_read_after_it() -> None:
     one = instance(SERVER, asking(0, (10, 1.0, 40), total=100))
     [called] = step(one)
-    one.pause(5.0, retract=False)
+    one.begin_push(retract=False)
+    one.reach(1.0)
+    come_back(one, called)
     one.settle()
-    assert run_out_with_calls(one, (1.0, called))[0] == pytest.approx(5.0 + READ_S * 40 + decode_s(50, 100))
+    one.reach(5.0)
+    one.end_push()
+    one.settle()
+    assert one.next_at() == pytest.approx(5.0 + READ_S * 40 + decode_s(50, 100))
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -283,7 +283,7 @@ def test_held_out_answers_are_evaluated_beside_rollout_under_one_version_each() 
 def test_kv_that_moves_with_its_answer_is_not_read_again() -> None:
     def again(rate: float) -> float:
         server = SimulatedServer(
-            slots=16, kv_tokens=8_000, prefill_s_per_token=1e-3, decode=workload().fleet.server.decode
+            slots=16, kv_tokens=12_000, prefill_s_per_token=1e-3, decode=workload().fleet.server.decode
         )
         moving = msgspec.structs.replace(server, kv_bytes_per_token=1, kv_bytes_s=rate)
         result, _, _ = simulate(workload("dora", k=3, fleet={"server": moving}))
@@ -291,5 +291,5 @@ def test_kv_that_moves_with_its_answer_is_not_read_again() -> None:
         return result.instance_shares["again"]
 
     read, slow, fast = again(0.0), again(1e3), again(1e9)
-    assert fast < 0.3 * read, "what is left are evictions"
+    assert fast < 1e-3 * read, "nothing is evicted"
     assert fast < slow

@@ -93,7 +93,7 @@ class Sender:
 
 
 class Senders:
-    """A pool of senders, one per concurrent push (at most `engine.max_parallel_pushes`)."""
+    """A pool of senders, one per concurrent push."""
 
     def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], log: Path) -> None:
         self._argv = argv

@@ -1,0 +1,178 @@
+"""What `dora plan` searches, and what its results mean as settings of a workload file or of a configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import tomli_w
+
+from dora.app.estimate import BANDWIDTH, BYTES, FLOPS, STEP_BASE_S, Shapes, kv_bytes_per_token, starts_all_on_gpus
+from dora.app.fetch import fetch_small
+from dora.app.gpu_plan import Gpus
+from dora.app.settings import CONFIG_REGIME, workload_of
+from dora.app.simulate import from_file, from_run, is_workload
+from dora.app.trainer_check import outline_of
+from dora.config.load import load as load_config
+from dora.config.load import read_toml, set_key, without_unset
+from dora.config.schema import Config
+from dora.core.decode_time import DecodeTime
+from dora.errors import ConfigError
+from dora.seed.policy import model_folder
+from dora.sim.plan import WIDTHS
+from dora.sim.server import SimulatedServer
+from dora.sim.workload import Workload, checked, with_overrides
+
+#: Seconds that a request adds to a decoding step of an H100, as in launch/workloads/search-agent.toml.
+PER_REQUEST_S: Final = 2.8e-5
+#: Seconds to read a token of a prompt, by the model's parameters: half of an H100's peak of 1e15 FLOP/s.
+PREFILL_S: Final = 2 / 5e14
+#: Share of a GPU's memory that its processes may use.
+USABLE: Final = 0.9
+#: Slots of a server of one GPU, if the configuration has none.
+SLOTS: Final = 256
+
+
+#: Keys of a workload that a plan may change, and their names in a configuration.
+_KEYS: Final = {
+    "job.max_staleness": "rollout.max_staleness",
+    "fleet.server.slots": "engine.slots",
+    "train.micro_batch_tokens": "trainer.micro_batch_tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be planned."""
+
+    workload: Workload
+    note: str  #: where lengths and times come from
+    widths: tuple[int, ...]
+    fits: Callable[[Workload], bool]  #: whether a rank has enough memory
+    tables: dict[str, Any]  #: of the file, into which a plan is written
+    is_config: bool  #: whether the file is a configuration, not a workload
+
+    def changes(self, planned: Workload) -> dict[str, Any]:
+        """Return the settings of the file that a plan changes, by dotted key."""
+        old, new = _flat(self.workload), _flat(planned)
+        changed = {key: value for key, value in new.items() if value != old[key]}
+        if not self.is_config:
+            return changed
+        found = {name: changed[key] for key, name in _KEYS.items() if key in changed}
+        split = {
+            "engine.instances": (self.workload.num_instances, planned.num_instances),
+            "engine.tensor_parallel": (self.workload.fleet.devices_per_instance, planned.fleet.devices_per_instance),
+            "trainer.ranks": (self.workload.train_devices, planned.train_devices),
+        }
+        return {name: now for name, (before, now) in split.items() if now != before} | found
+
+    def text(self, planned: Workload) -> str:
+        """Return the file with the plan in it."""
+        tables = msgspec.to_builtins(self.tables)
+        for key, value in self.changes(planned).items():
+            set_key(tables, f"{key}={value}")
+        return tomli_w.dumps(tables)
+
+
+def ask(path: Path | None, recorded: Path | None, *, gpus: str | None, overrides: Sequence[str]) -> Question:
+    """Return the question of a workload, of a finished run, or of a configuration, on `gpus` if it is for GPUs."""
+    if recorded is not None:
+        if path is not None or gpus is not None:
+            raise ConfigError(f"--from {recorded}: a finished run needs no file and no --gpus")
+        return _of_workload(*from_run(recorded), overrides, widths=(1,))
+    if path is None or is_workload(path):
+        if gpus is not None:
+            raise ConfigError(f"--gpus {gpus}: is for configurations; a workload has its devices in fleet.devices")
+        return _of_workload(*from_file(path), overrides, widths=WIDTHS)
+    config = load_config(path, overrides, environ=os.environ)
+    if config.engine.urls or not config.num_managed:
+        raise ConfigError(f"{path}: can be planned only if the run starts its servers (engine.instances)")
+    tables = read_toml(path)
+    for override in overrides:
+        set_key(tables, override)
+    if gpus is not None:
+        return _on_gpus(config, Gpus.parse(gpus), tables, origin=str(path))
+    if starts_all_on_gpus(config):
+        raise ConfigError(f"{path}: a plan for GPUs needs their number and memory, such as --gpus 8x80GB")
+    note = (
+        f"{path}: lengths of regime {CONFIG_REGIME}, scaled to the token budget; times of an example server and trainer: "
+        "`dora check CONFIG --measure FILE` measures the servers, then `dora plan FILE`\n"
+    )
+    return Question(checked(workload_of(config), origin=str(path)), note, (1,), _always, tables, is_config=True)
+
+
+def _of_workload(workload: Workload, note: str, overrides: Sequence[str], *, widths: tuple[int, ...]) -> Question:
+    given = with_overrides(workload, overrides) if overrides else workload
+    tables = without_unset(msgspec.to_builtins(given))
+    return Question(given, note, widths, _always, tables, is_config=False)
+
+
+def _on_gpus(config: Config, gpus: Gpus, tables: dict[str, Any], *, origin: str) -> Question:
+    """Return the question of a configuration on GPUs that need not be here, with the times of an H100."""
+    if "cuda" not in (config.trainer.device, config.engine.device) or not starts_all_on_gpus(config):
+        raise ConfigError(f"--gpus {gpus}: needs engine.device and trainer.device to be cuda")
+    config = fetch_small(config)
+    model = model_folder(config.model.path, revision=config.model.revision)
+    _, outline = outline_of(config, model, gpus.memory)
+    longest, replicate = config.longest_slice, config.trainer.parallel.replicate
+    shapes = Shapes.read(model)
+    shapes = Shapes(outline.parameters, shapes.layers, shapes.kv_width, shapes.kv_heads)
+    workload = _with_times(workload_of(config), config, gpus, shapes)
+
+    def fits(planned: Workload) -> bool:
+        tokens = max(planned.train.micro_batch_tokens, longest)
+        alone = outline.forecast(tokens=tokens, longest=longest, ranks=1)
+        ranks = max(1, planned.train_devices // replicate)
+        return alone.total - alone.states + -(-alone.states // ranks) <= USABLE * gpus.memory
+
+    note = (
+        f"{origin} on {gpus}: lengths of regime {workload.lengths.regime}, scaled to the token budget; times of H100s "
+        f"with {BANDWIDTH / 1e12:g} TB/s and {FLOPS / 1e12:g} TFLOP/s in training, assumed, not measured: "
+        "`dora check CONFIG --measure FILE` on them, then `dora plan FILE`\n"
+    )
+    return Question(checked(workload, origin=origin), note, WIDTHS, fits, tables, is_config=True)
+
+
+def _with_times(workload: Workload, config: Config, gpus: Gpus, shapes: Shapes) -> Workload:
+    """Return the workload on these GPUs, with the times of servers of one H100 each."""
+    served = BYTES[config.trainer.publish_dtype]
+    weights, kv = shapes.parameters * served, kv_bytes_per_token(shapes, dtype_bytes=served)
+    width = next((n for n in WIDTHS if n * USABLE * gpus.memory > weights), WIDTHS[-1])
+    room = max(0.0, width * USABLE * gpus.memory - weights)
+    server = SimulatedServer(
+        slots=config.slots or SLOTS,
+        kv_tokens=config.kv_tokens or (int(room / kv) if kv else 1 << 30),
+        decode=DecodeTime(
+            base_s=STEP_BASE_S + weights / width / BANDWIDTH,
+            per_request_s=PER_REQUEST_S,
+            per_token_s=kv / width / BANDWIDTH,
+        ),
+        prefill_s_per_token=PREFILL_S * shapes.parameters / width,
+    )
+    fleet = {
+        "devices": gpus.count,
+        "rollout_devices": min(workload.fleet.rollout_devices, gpus.count - 1),
+        "devices_per_instance": width,
+        "device_bytes": USABLE * gpus.memory,
+        "fixed_step_s": STEP_BASE_S,
+        "weight_bytes": float(weights),
+        "server": server,
+    }
+    return workload.with_changes(fleet=fleet, train={"tokens_s_per_device": FLOPS / (6 * shapes.parameters)})
+
+
+def _always(_: Workload) -> bool:
+    return True
+
+
+def _flat(part: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested structs by dotted key."""
+    found: dict[str, Any] = {}
+    for name in part.__struct_fields__:
+        value = getattr(part, name)
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, msgspec.Struct) else {f"{prefix}{name}": value}
+    return found

@@ -1,0 +1,103 @@
+"""`dora plan`: searches the width of the servers, the split, K, slots and micro-batches, and prints the best plans."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from dora import files
+from dora.app.plan import Question, ask
+from dora.cli.output import say, show_progress, table, writing
+from dora.errors import ConfigError
+from dora.sim.plan import Plan, search
+
+#: Terms of the limit, by how they are called.
+_TERMS = {"train": "training", "decode": "decoding", "slowest": "longest answer"}
+
+
+def plan(
+    path: Path | None,
+    *,
+    recorded: Path | None,
+    gpus: str | None,
+    overrides: Sequence[str],
+    strategy: str | None,
+    staleness: Sequence[int],
+    widths: Sequence[int],
+    seed: int,
+    write: Path | None,
+    force: bool,
+    processes: int | None,
+) -> None:
+    if min(staleness, default=0) < 0 or min(widths, default=1) < 1:
+        raise ConfigError("--k: must be at least 0; --widths: must be at least 1")
+    if write is not None and os.path.lexists(write) and not force:
+        raise ConfigError(f"--write {write}: exists; --force replaces it")
+    if write is not None and not os.access(write.parent, os.W_OK):
+        raise ConfigError(f"--write {write}: cannot be written: {write.parent} is not a folder that you may write to")
+    question = ask(path, recorded, gpus=gpus, overrides=overrides)
+    workload = question.workload
+    if strategy is not None:
+        workload = workload.with_changes(job={"strategy": strategy})
+    say(*question.note.splitlines())
+    best = search(
+        workload,
+        staleness=staleness or range(workload.rules.max_staleness + 1),
+        widths=widths or question.widths,
+        fits=question.fits,
+        seed=seed,
+        processes=processes or min(2, os.cpu_count() or 1),
+        progress=lambda number: show_progress(f"{number} simulations"),
+    )
+    show_progress("")
+    say(*table([_HEAD, *(_row(place, plan) for place, plan in enumerate(best, start=1))]))
+    say("step s: simulated, give or take the standard error; limit: least seconds of any scheduler, and what sets it")
+    for place, one in enumerate(best, start=1):
+        say(*_lines(question, one, place=place))
+    if write is not None:
+        with writing("--write", write):
+            files.replace(write, question.text(best[0].workload).encode())
+        say(f"wrote plan 1 to {write}")
+
+
+_HEAD = (
+    *("plan", "K", "GPUs a server", "servers", "trainer GPUs", "step s", "limit s", "bound by", "staleness"),
+    *("trainer idle", "pushes at once", "KV tokens a server"),
+)
+
+
+def _row(place: int, plan: Plan) -> tuple[str, ...]:
+    workload, result = plan.workload, plan.result
+    return (
+        str(place),
+        str(result.max_staleness),
+        str(workload.fleet.devices_per_instance),
+        str(result.instances),
+        str(workload.train_devices),
+        f"{result.step_s:.4g} ± {result.step_error_s:.2g}",
+        f"{result.limit.step_s:.4g}",
+        _bound(plan),
+        f"{result.staleness_mean:.2f}",
+        f"{result.trainer_idle:.0%}",
+        str(min(result.push_limit, result.instances)),
+        f"{workload.fleet.server.kv_tokens:,}",
+    )
+
+
+def _bound(plan: Plan) -> str:
+    """Return what binds a plan: the largest term of its limit, or the store if its pushes take longer."""
+    fleet, result = plan.workload.fleet, plan.result
+    if result.pushes * fleet.weight_bytes / fleet.store_bytes_s > result.limit.step_s:
+        return "pushes"
+    return _TERMS[result.limit.rule]
+
+
+def _lines(question: Question, plan: Plan, *, place: int) -> list[str]:
+    changes = question.changes(plan.workload)
+    lines = [f"    {key} = {_toml(value)}" for key, value in changes.items()]
+    return [f"plan {place}: set" if lines else f"plan {place}: as it is", *lines]
+
+
+def _toml(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,237 @@
+"""The search for the best plan: how wide the servers are, the split, K, slots and micro-batches, on given devices.
+
+The limit of every split (dora/sim/limit.py) is cheap and says where to begin; the rest is short simulations. For each
+K, each width begins at the split with the smallest limit, unless its limit is above what another width has reached.
+Widths that come close to the best then move to better splits at halving distances, as the step time is not smooth in
+the number of servers. The best plan of all tries other slots and micro-batches; the best ones are simulated for longer.
+
+A larger K is never slower by more than the noise, so K is a range of the caller's: what staleness it accepts.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Final
+
+import msgspec
+
+from dora.errors import ConfigError, RunFailed
+from dora.sim.limit import Limit, limits
+from dora.sim.measure import Result
+from dora.sim.sweep import Case, simulate
+from dora.sim.workload import Workload, checked
+
+#: Devices of a server that are tried.
+WIDTHS: Final = (1, 2, 4, 8)
+#: Steps that a simulation measures between its warm-up and its run-out: of the search, and of its results.
+MEASURED_STEPS: Final = 8
+FINAL_STEPS: Final = 20
+#: The first distance between two splits is the number of splits over this number, the last one over FINEST.
+COARSEST: Final = 16
+FINEST: Final = 64
+#: Plans that are so much slower than the best of the same K move no further.
+CLOSE: Final = 1.05
+#: Other slots and micro-batches must be so much faster; less is noise.
+WORTH: Final = 1.02
+#: Number of plans that a search returns.
+BEST: Final = 3
+
+#: Simulates workloads; a run that fails has no result.
+Simulate = Callable[[Sequence[Workload]], list[Result | None]]
+Progress = Callable[[int], object]
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """A plan and its simulation."""
+
+    workload: Workload
+    result: Result
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """K and the width: a search returns one plan of each."""
+        return self.result.max_staleness, self.workload.fleet.devices_per_instance
+
+
+def search(
+    workload: Workload,
+    *,
+    staleness: Sequence[int],
+    widths: Sequence[int] = WIDTHS,
+    fits: Callable[[Workload], bool] = lambda _: True,
+    seed: int = 0,
+    processes: int = 1,
+    progress: Progress = lambda _: None,
+) -> list[Plan]:
+    """Return the best plan of each K and width, fastest first, at most BEST of them; the workload's own K, width and
+    split are ignored.
+
+    `fits` says whether a plan has enough memory, as far as the workload does not say it; `progress` is told the number
+    of simulations so far. ConfigError if no plan is possible.
+    """
+    spaces, problems = _spaces(workload, staleness=staleness, widths=widths, fits=fits, seed=seed)
+    if not spaces:
+        raise ConfigError(f"fleet.devices: no plan for {workload.fleet.devices} devices is possible", *problems)
+    with _simulations(processes, seed=seed, progress=progress) as run:
+        for k in dict.fromkeys(space.max_staleness for space in spaces):
+            _search_splits([space for space in spaces if space.max_staleness == k], run)
+        best = sorted((space.best for space in spaces if space.tried), key=lambda plan: plan.result.step_s)[:BEST]
+        if not best:
+            raise RunFailed("every simulation of a plan failed: the job cannot end with these lengths and faults")
+        best[0] = _search_sizes(best[0], run, fits=fits)
+        longer = [_shortened(plan.workload, steps=FINAL_STEPS) for plan in best]
+        final = [Plan(plan.workload, r) for plan, r in zip(best, run(longer), strict=True) if r is not None]
+    return sorted(final, key=lambda plan: plan.result.step_s)
+
+
+@dataclass(slots=True)
+class _Space:
+    """All splits of one K and width."""
+
+    splits: list[Workload]  #: by rollout devices
+    limits: list[Limit]
+    tried: dict[int, Plan] = field(default_factory=dict)  #: simulated, by place in `splits`
+
+    @property
+    def max_staleness(self) -> int:
+        return self.splits[0].rules.max_staleness
+
+    @property
+    def start(self) -> int:
+        """The split with the smallest limit; among equal ones, that with the least training and decoding time."""
+        terms = [(limit.step_s, limit.decode_s + limit.train_s) for limit in self.limits]
+        return terms.index(min(terms))
+
+    @property
+    def place(self) -> int:
+        """The place of the fastest split simulated."""
+        return min(self.tried, key=lambda i: self.tried[i].result.step_s)
+
+    @property
+    def best(self) -> Plan:
+        return self.tried[self.place]
+
+    def near(self, distance: int) -> list[int]:
+        """Return the places at this distance from the fastest that were not simulated and may be faster."""
+        places = [self.place - distance, self.place + distance]
+        reached = self.best.result.step_s
+        return [
+            i for i in places if 0 <= i < len(self.splits) and i not in self.tried and self.limits[i].step_s < reached
+        ]
+
+
+def _spaces(
+    workload: Workload,
+    *,
+    staleness: Sequence[int],
+    widths: Sequence[int],
+    fits: Callable[[Workload], bool],
+    seed: int,
+) -> tuple[list[_Space], list[str]]:
+    """Return the possible plans of each K and width, and why others are impossible."""
+    spaces, problems = [], []
+    for k in sorted({workload.with_changes(job={"max_staleness": k}).rules.max_staleness for k in staleness}):
+        for width in widths:
+            one = workload.with_changes(job={"max_staleness": k}).with_width(width)
+            splits, problem = _splits(one, fits=fits, origin=f"K = {k}, {width} devices a server")
+            if splits:
+                spaces.append(_Space(splits, limits([_shortened(split) for split in splits], seed=seed)))
+            else:
+                problems += problem.split("\n")
+    return spaces, problems
+
+
+def _splits(workload: Workload, *, fits: Callable[[Workload], bool], origin: str) -> tuple[list[Workload], str]:
+    """Return the workload at all of its possible splits, or why there is none."""
+    fleet, problem = workload.fleet, f"{origin}: there are too few devices"
+    last = fleet.devices - workload.train.devices_per_rank
+    sizes = [fleet.rollout_devices] if workload.is_shared else range(0, last + 1, fleet.devices_per_instance)
+    found = []
+    for size in sizes:
+        split = workload.with_changes(fleet={"rollout_devices": size})
+        try:
+            checked(split, origin=origin)
+        except ConfigError as err:
+            problem = str(err)
+            continue
+        if fits(split):
+            found.append(split)
+        else:
+            problem = f"{origin}: a trainer rank needs more memory than a device has"
+    return found, problem
+
+
+def _search_splits(spaces: Sequence[_Space], run: Simulate) -> None:
+    """Simulate splits of all widths of one K."""
+    for space in sorted(spaces, key=lambda space: space.limits[space.start].step_s):
+        reached = min((s.best.result.step_s for s in spaces if s.tried), default=float("inf"))
+        if space.limits[space.start].step_s < reached:
+            _try([(space, space.start)], run)
+    tried = [space for space in spaces if space.tried]
+    distances = {id(space): max(1, len(space.splits) // COARSEST) for space in tried}
+    while True:
+        reached = min(space.best.result.step_s for space in tried)
+        moving = [s for s in tried if s.best.result.step_s <= CLOSE * reached and distances[id(s)]]
+        if not moving:
+            return
+        before = {id(space): space.place for space in moving}
+        _try([(space, i) for space in moving for i in space.near(distances[id(space)])], run)
+        for space in moving:
+            if space.place == before[id(space)]:
+                half = distances[id(space)] // 2
+                distances[id(space)] = half if half >= len(space.splits) // FINEST else 0
+
+
+def _try(wanted: Sequence[tuple[_Space, int]], run: Simulate) -> None:
+    results = run([_shortened(space.splits[i]) for space, i in wanted])
+    for (space, i), result in zip(wanted, results, strict=True):
+        if result is not None:
+            space.tried[i] = Plan(space.splits[i], result)
+
+
+def _search_sizes(plan: Plan, run: Simulate, *, fits: Callable[[Workload], bool]) -> Plan:
+    """Return the plan with half or twice the slots and the micro-batch, where that is worth it."""
+    server, train = plan.workload.fleet.server, plan.workload.train
+    changed = []
+    for half in (1, 4):
+        slots = msgspec.structs.replace(server, slots=max(1, server.slots * half // 2))
+        changed.append(plan.workload.with_changes(fleet={"server": slots}))
+        tokens = max(1, train.micro_batch_tokens * half // 2)
+        changed.append(plan.workload.with_changes(train={"micro_batch_tokens": tokens}))
+    changed = [workload for workload in changed if fits(workload)]
+    results = run([_shortened(workload) for workload in changed])
+    found = [Plan(workload, r) for workload, r in zip(changed, results, strict=True) if r is not None]
+    fastest = min(found, key=lambda other: other.result.step_s, default=plan)
+    return fastest if WORTH * fastest.result.step_s < plan.result.step_s else plan
+
+
+def _shortened(workload: Workload, *, steps: int = MEASURED_STEPS) -> Workload:
+    """Return the workload with as many steps as its steady state needs for `steps` of them to be measured."""
+    return workload.with_changes(job={"steps": 3 * (workload.rules.max_staleness + 1) + steps})
+
+
+@contextmanager
+def _simulations(processes: int, *, seed: int, progress: Progress) -> Iterator[Simulate]:
+    done = count(1)
+
+    def told(result: Result | None) -> Result | None:
+        progress(next(done))
+        return result
+
+    if processes == 1:
+        yield lambda workloads: [told(_attempt((workload, seed))) for workload in workloads]
+        return
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield lambda workloads: [told(r) for r in pool.map(_attempt, [(workload, seed) for workload in workloads])]
+
+
+def _attempt(case: Case) -> Result | None:
+    try:
+        return simulate(case)
+    except RunFailed:
+        return None

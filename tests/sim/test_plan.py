@@ -1,0 +1,111 @@
+"""The search for a plan finds what simulating every plan finds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from dora.errors import ConfigError
+from dora.sim.limit import limit, limits
+from dora.sim.plan import Plan, _shortened, search
+from dora.sim.sweep import simulate
+from dora.sim.workload import Workload
+from tests.sim.worlds import workload
+
+
+def small(**fleet: Any) -> Workload:
+    """A job on twelve devices whose servers may be one to four of them wide."""
+    given = {"devices": 12, "device_bytes": 10e9, "fixed_step_s": 1e-3, "weight_bytes": 4e9, "push_bytes_s": 8e9}
+    return workload("dora", k=2, fleet={**given, **fleet})
+
+
+def found(one: Workload, **options: Any) -> list[Plan]:
+    return search(one, **{"staleness": [one.job.max_staleness], "widths": (1, 2, 4), **options})
+
+
+def test_it_is_within_two_percent_of_trying_everything() -> None:
+    one = small()
+    best = found(one)[0]
+    everything = []
+    for width in (1, 2, 4):
+        for size in range(width, 12, width):
+            split = one.with_width(width).with_changes(fleet={"rollout_devices": size})
+            if split.num_instances >= 3:
+                everything.append(simulate((_shortened(split), 0)).step_s)
+    again = simulate((_shortened(best.workload), 0)).step_s
+    assert again <= 1.02 * min(everything)
+
+
+def test_plans_are_of_different_k_and_width_and_the_fastest_is_first() -> None:
+    plans = found(small(), staleness=[0, 1, 2])
+    assert len(plans) == len({plan.key for plan in plans}) == 3
+    assert [plan.result.step_s for plan in plans] == sorted(plan.result.step_s for plan in plans)
+    assert max(plan.result.max_staleness for plan in plans) <= 2
+
+
+def test_plans_that_do_not_fit_are_left_out() -> None:
+    plans = found(small(), fits=lambda planned: planned.train_devices >= 6)
+    assert min(plan.workload.train_devices for plan in plans) >= 6
+    with pytest.raises(ConfigError, match="a trainer rank needs more memory than a device has"):
+        found(small(), fits=lambda planned: False)
+
+
+def test_it_says_why_nothing_is_possible() -> None:
+    with pytest.raises(ConfigError, match=r"no plan for 12 devices.*\n.*cannot hold the 13 versions of K = 12"):
+        found(small(), staleness=[12])
+
+
+def test_a_strategy_without_a_split_has_its_best_width() -> None:
+    one = small().with_changes(job={"strategy": "sync"})
+    plans = found(one, staleness=[0])
+    times = {width: simulate((_shortened(one.with_width(width)), 0)).step_s for width in (1, 2, 4)}
+    assert plans[0].workload.fleet.devices_per_instance == min(times, key=lambda width: times[width])
+
+
+def test_progress_counts_every_simulation() -> None:
+    told: list[int] = []
+    found(small(), progress=told.append)
+    assert told == list(range(1, len(told) + 1))
+
+
+def test_the_limits_of_splits_are_those_of_each_alone() -> None:
+    splits = [_shortened(small().with_changes(fleet={"rollout_devices": size})) for size in (4, 7, 10)]
+    assert limits(splits, seed=3) == [limit(split, seed=3) for split in splits]
+
+
+# -- width --------------------------------------------------------------------------------------------------------
+
+
+def test_wider_servers_divide_what_can_be_divided() -> None:
+    one = small(wider_step_s=2e-3)
+    wide, fleet = one.with_width(4).fleet, one.fleet
+    decode = fleet.server.decode
+    assert wide.server.slots == 4 * fleet.server.slots
+    assert wide.server.kv_tokens == math.floor(fleet.server.kv_tokens * (40e9 - 4e9) / (10e9 - 4e9))
+    assert wide.server.decode.base_s == pytest.approx(1e-3 + (decode.base_s - 1e-3) / 4 + 2e-3)
+    assert wide.server.decode.per_token_s == pytest.approx(decode.per_token_s / 4)
+    assert wide.server.decode.per_request_s == decode.per_request_s
+    assert wide.push_bytes_s == 4 * fleet.push_bytes_s
+    assert one.with_width(1) is one
+    back = one.with_width(2).with_changes(fleet={"wider_step_s": 0.0}).with_width(1).fleet
+    assert back.server.decode.per_token_s == pytest.approx(decode.per_token_s)
+
+
+def test_a_server_that_is_too_narrow_for_the_weights_has_no_kv() -> None:
+    wide = small(devices_per_instance=2, weight_bytes=12e9)
+    assert wide.with_width(1).fleet.server.kv_tokens == 0
+
+
+# -- the store ----------------------------------------------------------------------------------------------------
+
+
+def pushes_take(store_bytes_s: float, *, relay: bool = False) -> float:
+    one = small(store_bytes_s=store_bytes_s, relay=relay, rollout_devices=8, weight_bytes=8e9, push_fixed_s=0.0)
+    return simulate((one, 0)).instance_shares["push"]
+
+
+def test_a_slow_store_makes_pushes_longer_and_a_relay_shorter() -> None:
+    assert pushes_take(2e9) > 1.2 * pushes_take(200e9)
+    assert pushes_take(2e9, relay=True) < pushes_take(2e9)
