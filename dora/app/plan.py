@@ -99,8 +99,8 @@ def ask(path: Path | None, recorded: Path | None, *, gpus: str | None, overrides
     if starts_all_on_gpus(config):
         raise ConfigError(f"{path}: a plan for GPUs needs their number and memory, such as --gpus 8x80GB")
     note = (
-        f"{path}: lengths of regime {CONFIG_REGIME}, scaled to the token budget; times of an example server and trainer: "
-        "`dora check CONFIG --measure FILE` measures the servers, then `dora plan FILE`\n"
+        f"{path}: lengths of regime {CONFIG_REGIME}, scaled to the token budget; times of an example server and "
+        "trainer: `dora check CONFIG --measure FILE` measures the servers, then `dora plan FILE`\n"
     )
     return Question(checked(workload_of(config), origin=str(path)), note, (1,), _always, tables, is_config=True)
 

@@ -10,7 +10,7 @@ from dora import files
 from dora.app.plan import Question, ask
 from dora.cli.output import say, show_progress, table, writing
 from dora.errors import ConfigError
-from dora.sim.plan import Plan, search
+from dora.sim.plan import SimulatedPlan, search
 
 #: Terms of the limit, by how they are called.
 _TERMS = {"train": "training", "decode": "decoding", "slowest": "longest answer"}
@@ -67,7 +67,7 @@ _HEAD = (
 )
 
 
-def _row(place: int, plan: Plan) -> tuple[str, ...]:
+def _row(place: int, plan: SimulatedPlan) -> tuple[str, ...]:
     workload, result = plan.workload, plan.result
     return (
         str(place),
@@ -85,7 +85,7 @@ def _row(place: int, plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _bound(plan: Plan) -> str:
+def _bound(plan: SimulatedPlan) -> str:
     """Return what binds a plan: the largest term of its limit, or the store if its pushes take longer."""
     fleet, result = plan.workload.fleet, plan.result
     if result.pushes * fleet.weight_bytes / fleet.store_bytes_s > result.limit.step_s:
@@ -93,7 +93,7 @@ def _bound(plan: Plan) -> str:
     return _TERMS[result.limit.rule]
 
 
-def _lines(question: Question, plan: Plan, *, place: int) -> list[str]:
+def _lines(question: Question, plan: SimulatedPlan, *, place: int) -> list[str]:
     changes = question.changes(plan.workload)
     lines = [f"    {key} = {_toml(value)}" for key, value in changes.items()]
     return [f"plan {place}: set" if lines else f"plan {place}: as it is", *lines]

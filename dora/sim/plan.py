@@ -46,7 +46,7 @@ Simulate = Callable[[Sequence[Workload]], list[Result | None]]
 Progress = Callable[[int], object]
 
 
-class Plan(msgspec.Struct, frozen=True):
+class SimulatedPlan(msgspec.Struct, frozen=True):
     """A plan and its simulation."""
 
     workload: Workload
@@ -67,7 +67,7 @@ def search(
     seed: int = 0,
     processes: int = 1,
     progress: Progress = lambda _: None,
-) -> list[Plan]:
+) -> list[SimulatedPlan]:
     """Return the best plan of each K and width, fastest first, at most BEST of them; the workload's own K, width and
     split are ignored.
 
@@ -85,7 +85,7 @@ def search(
             raise RunFailed("every simulation of a plan failed: the job cannot end with these lengths and faults")
         best[0] = _search_sizes(best[0], run, fits=fits)
         longer = [_shortened(plan.workload, steps=FINAL_STEPS) for plan in best]
-        final = [Plan(plan.workload, r) for plan, r in zip(best, run(longer), strict=True) if r is not None]
+        final = [SimulatedPlan(plan.workload, r) for plan, r in zip(best, run(longer), strict=True) if r is not None]
     return sorted(final, key=lambda plan: plan.result.step_s)
 
 
@@ -95,7 +95,7 @@ class _Space:
 
     splits: list[Workload]  #: by rollout devices
     limits: list[Limit]
-    tried: dict[int, Plan] = field(default_factory=dict)  #: simulated, by place in `splits`
+    tried: dict[int, SimulatedPlan] = field(default_factory=dict)  #: simulated, by place in `splits`
 
     @property
     def max_staleness(self) -> int:
@@ -113,7 +113,7 @@ class _Space:
         return min(self.tried, key=lambda i: self.tried[i].result.step_s)
 
     @property
-    def best(self) -> Plan:
+    def best(self) -> SimulatedPlan:
         return self.tried[self.place]
 
     def near(self, distance: int) -> list[int]:
@@ -191,10 +191,10 @@ def _try(wanted: Sequence[tuple[_Space, int]], run: Simulate) -> None:
     results = run([_shortened(space.splits[i]) for space, i in wanted])
     for (space, i), result in zip(wanted, results, strict=True):
         if result is not None:
-            space.tried[i] = Plan(space.splits[i], result)
+            space.tried[i] = SimulatedPlan(space.splits[i], result)
 
 
-def _search_sizes(plan: Plan, run: Simulate, *, fits: Callable[[Workload], bool]) -> Plan:
+def _search_sizes(plan: SimulatedPlan, run: Simulate, *, fits: Callable[[Workload], bool]) -> SimulatedPlan:
     """Return the plan with half or twice the slots and the micro-batch, where that is worth it."""
     server, train = plan.workload.fleet.server, plan.workload.train
     changed = []
@@ -205,7 +205,7 @@ def _search_sizes(plan: Plan, run: Simulate, *, fits: Callable[[Workload], bool]
         changed.append(plan.workload.with_changes(train={"micro_batch_tokens": tokens}))
     changed = [workload for workload in changed if fits(workload)]
     results = run([_shortened(workload) for workload in changed])
-    found = [Plan(workload, r) for workload, r in zip(changed, results, strict=True) if r is not None]
+    found = [SimulatedPlan(workload, r) for workload, r in zip(changed, results, strict=True) if r is not None]
     fastest = min(found, key=lambda other: other.result.step_s, default=plan)
     return fastest if WORTH * fastest.result.step_s < plan.result.step_s else plan
 

@@ -9,7 +9,7 @@ import pytest
 
 from dora.errors import ConfigError
 from dora.sim.limit import limit, limits
-from dora.sim.plan import Plan, _shortened, search
+from dora.sim.plan import SimulatedPlan, _shortened, search
 from dora.sim.sweep import simulate
 from dora.sim.workload import Workload
 from tests.sim.worlds import workload
@@ -21,7 +21,7 @@ def small(**fleet: Any) -> Workload:
     return workload("dora", k=2, fleet={**given, **fleet})
 
 
-def found(one: Workload, **options: Any) -> list[Plan]:
+def found(one: Workload, **options: Any) -> list[SimulatedPlan]:
     return search(one, **{"staleness": [one.job.max_staleness], "widths": (1, 2, 4), **options})
 
 

@@ -90,7 +90,7 @@ def _(mo):
     With few servers the trainer waits; with many servers there are few GPUs left to train. The best split is in
     between. With it, K = 1 is as fast as K = 3 was with eight servers, and no answer is older than one step.
 
-    **Try it**: put the path of your own configuration in the place of `job`. `dora simulate --split best` searches
+    **Try it**: put the path of your own configuration in the place of `job`. `dora plan` searches
     the split for you. [Choose K and a split](../how-to/choose-k-and-split.md) goes through it.
     """)
     return

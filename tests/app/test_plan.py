@@ -1,0 +1,141 @@
+"""`dora plan`: what it asks, what it prints, and what it writes."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from dora.app.plan import ask
+from dora.cli.app import app
+from dora.config.load import load
+from dora.errors import ConfigError
+from dora.sim.workload import load as load_workload
+
+ROOT = Path(__file__).parents[2]
+SMALL = """
+[job]
+max_staleness = 1
+groups_per_step = 8
+group_size = 4
+[lengths]
+regime = "D"
+scale = 0.05
+cap = 1500
+[fleet]
+devices = 6
+rollout_devices = 4
+weight_bytes = 4e9
+device_bytes = 10e9
+[fleet.server]
+slots = 8
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    return path
+
+
+def plan(*words: object) -> Result:
+    return CliRunner().invoke(app, ["plan", *map(str, words), "--processes", "1"])
+
+
+def test_the_best_are_printed_with_the_lines_to_set(small: Path) -> None:
+    done = plan(small)
+    assert done.exit_code == 0, done.output
+    _, head, *rows = done.stdout.splitlines()
+    assert head.split("  ")[0] == "plan"
+    plans = rows[: next(i for i, row in enumerate(rows) if row.startswith("step s:"))]
+    assert [row.split()[0] for row in plans] == ["1", "2", "3"][: len(plans)]
+    assert len(plans) > 1
+    assert "plan 1: set" in rows
+    assert any(row.startswith("    fleet.devices_per_instance = ") for row in rows)
+
+
+def test_the_plan_that_is_written_is_the_first_one(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "best.toml"
+    done = plan(small, "--widths", "1,2", "--write", out)
+    assert done.exit_code == 0, done.output
+    found = load_workload(out)
+    row = done.stdout.splitlines()[2].split()
+    assert [found.job.max_staleness, found.fleet.devices_per_instance, found.num_instances] == [*map(int, row[1:4])]
+    again = plan(small, "--write", out)
+    assert isinstance(again.exception, ConfigError)
+    assert str(again.exception) == f"--write {out}: exists; --force replaces it"
+
+
+def test_a_configuration_gets_its_own_settings(tmp_path: Path) -> None:
+    config = ROOT / "launch/configs/arithmetic-cpu.toml"
+    out = tmp_path / "best.toml"
+    done = plan(config, "--set", "engine.instances=4", "--set", "rollout.max_staleness=1", "--k", "1", "--write", out)
+    assert done.exit_code == 0, done.output
+    written, given = load(out, environ={}), load(config, environ={})
+    assert written.num_managed + written.trainer.ranks == 4 + given.trainer.ranks
+    assert written.rollout.max_staleness == 1
+    assert written.task == given.task
+    assert set(tomllib.loads(out.read_text())) == set(tomllib.loads(config.read_text()))
+
+
+def test_the_gpus_of_a_configuration_need_not_be_here(tmp_path: Path) -> None:
+    config = tmp_path / "job.toml"
+    config.write_text(
+        '[engine]\ndevice = "cuda"\ninstances = 4\n[trainer]\ndevice = "cuda"\nranks = 4\n[rollout]\nmax_staleness = 1\n'
+    )
+    question = ask(config, None, gpus="8x80GB", overrides=["model.path=seed"])
+    fleet = question.workload.fleet
+    assert (fleet.devices, fleet.devices_per_instance) == (8, 1)
+    assert fleet.server.decode.base_s > fleet.fixed_step_s > 0
+    planned = question.workload.with_width(2).with_changes(fleet={"rollout_devices": 6})
+    assert question.fits(planned)
+    assert question.changes(planned) == {
+        "engine.instances": 3,
+        "engine.tensor_parallel": 2,
+        "trainer.ranks": 2,
+        "engine.slots": planned.fleet.server.slots,
+    }
+    assert not ask(
+        config, None, gpus="8x1GB", overrides=["model.path=seed", "trainer.micro_batch_tokens=4000000"]
+    ).fits(planned.with_changes(train={"micro_batch_tokens": 4_000_000}))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("launch/configs/gpu-8.toml",), "a plan for GPUs needs their number and memory, such as --gpus 8x80GB"),
+        (("launch/workloads/tail-bound.toml", "--gpus", "8x80GB"), "--gpus 8x80GB: is for configurations"),
+        (("--from", "nowhere", "launch/workloads/tail-bound.toml"), "a finished run needs no file and no --gpus"),
+        (("launch/workloads/tail-bound.toml", "--k", "-1"), "--k: must be at least 0"),
+        (("launch/workloads/tail-bound.toml", "--k", "x"), "--k x: expected integers separated by commas"),
+        (("launch/workloads/tail-bound.toml", "--strategy", "best"), "job.strategy: 'best' is not simulated"),
+        (
+            ("launch/workloads/tail-bound.toml", "--write", "/no/such/plan.toml"),
+            "is not a folder that you may write to",
+        ),
+        (
+            (
+                "launch/configs/arithmetic-cpu.toml",
+                "--set",
+                'engine.urls=["http://a:1"]',
+                "--set",
+                "rollout.max_staleness=0",
+            ),
+            "only if the run starts",
+        ),
+        (
+            ("launch/configs/arithmetic-cpu.toml", "--gpus", "8x80GB"),
+            "needs engine.device and trainer.device to be cuda",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    done = plan(*words)
+    assert isinstance(done.exception, ConfigError), done.output
+    assert says in str(done.exception)
