@@ -94,10 +94,13 @@ async def measure_speeds(
     servers: Sequence[MeasuredServer],
     show: Callable[[str], None],
 ) -> ServerSpeeds:
-    """Measure idle servers; ConfigError if one is busy, RemoteError if one fails or takes too long.
+    """Measure idle servers; ConfigError if one is busy or holds other weights than `model`, RemoteError if one fails or
+    takes too long.
 
     `show` receives a line about the progress.
     """
+    if foreign := [server.held.problem for server in servers if not server.held.is_model]:
+        raise ConfigError(*foreign)
     measuring = _Measuring(config, engine, servers, vocab_size, show)
     await measuring.require_idle()
     await measuring.warm_up()
@@ -220,14 +223,24 @@ class _Measuring:
                 if repeat and time.monotonic() > self._ends_at:
                     break
                 self._show(f"decoding, {repeat + 1} of {REPEATS}: {number + 1} of {len(cases)}, batch {batch}")
-                found[prompt, batch].append(await self._decode(batch, prompt=prompt))
+                if (point := await self._decode(batch, prompt=prompt)) is not None:
+                    found[prompt, batch].append(point)
+        if not any(found.values()):
+            raise RemoteError(
+                f"{self._servers[0].url}: no decoding step could be measured: answers of {self._longest} tokens are "
+                "too short to run at the same time; raise rollout.max_new_tokens for this check"
+            )
         return [
             DecodePoint(batch, fmean(one.context for one in points), median(one.step_s for one in points))
             for (_, batch), points in found.items()
+            if points
         ]
 
-    async def _decode(self, batch: int, *, prompt: int) -> DecodePoint:
-        """Decode a batch on every server, for so many steps as are needed and allowed."""
+    async def _decode(self, batch: int, *, prompt: int) -> DecodePoint | None:
+        """Decode a batch on every server, for so many steps as are needed.
+
+        None if the servers have no room for so many that all requests run at the same time.
+        """
         most = self._most(batch, prompt)
         new_tokens = min(most, max(MIN_STEPS, math.ceil(DECODE_S / self._step_s)))
         while True:
@@ -236,10 +249,7 @@ class _Measuring:
             if None not in steps:
                 break
             if new_tokens == most:
-                raise RemoteError(
-                    f"{self._servers[0].url}: a batch of {batch} has no time at which all requests decode: answers of "
-                    f"{most} tokens are too short to measure it; raise rollout.max_new_tokens for this check"
-                )
+                return None
             new_tokens = min(most, 4 * new_tokens)
         seconds = [one[0] for one in steps if one is not None]
         self._step_s = 1 / fmean(1 / second for second in seconds)

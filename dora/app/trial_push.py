@@ -45,6 +45,14 @@ class Held:
     label: str
     is_model: bool  # its weights are those of model.path
 
+    @property
+    def problem(self) -> str:
+        """Why nothing is pushed to it, if `is_model` is False."""
+        return (
+            f"{self.field}: {self.url} holds other weights ('{self.label}') than model.path: nothing was pushed, since "
+            "they could not be restored; start it with model.path"
+        )
+
 
 async def push_once(config: Config, *, model: Path, engine: InferenceEngine, servers: Sequence[Held]) -> None:
     """Push to every server; ConfigError with a line for each that could not load the model."""
@@ -98,10 +106,7 @@ class _Trial:
     async def problems(self, held: Held, *, together: int = 1) -> list[str]:
         """Push the version, then restore the label; return what went wrong. `together`: servers pushed to meanwhile."""
         if not held.is_model:
-            return [
-                f"{held.field}: {held.url} holds other weights ('{held.label}') than model.path: nothing was pushed, "
-                "since they could not be restored; start it with model.path"
-            ]
+            return [held.problem]
         try:
             await self._push(held.url, self.label, together=together)
         except PushFailed as err:
