@@ -11,7 +11,7 @@ import itertools
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from dora.app.sample_check import SourceSamples, sample_sources
 from dora.app.settings import SPARE_VERSIONS, settings_of
 from dora.app.speed_check import MeasuredServer, ServerSpeeds, measure_speeds
 from dora.app.trainer_check import CheckedTrainer, check_trainer
+from dora.app.trainer_load import shares_cores, working_trainer
 from dora.app.trial_push import Held, push_once
 from dora.config.schema import Config
 from dora.controller.effects import Graders
@@ -144,14 +145,19 @@ async def check(
                     report("push", f"{url}: loaded the model from the version store; its label is restored")
             if measure is not None:
                 set_umask(config.run.group)
-                speeds = await measure_speeds(
-                    config,
-                    model=inputs.model,
-                    vocab_size=inputs.vocab_size,
-                    engine=engine,
-                    servers=servers,
-                    show=measure,
-                )
+                beside = shares_cores(config)
+                if beside:
+                    measure("starting a trainer")
+                async with working_trainer(config, inputs.model) if beside else nullcontext():
+                    speeds = await measure_speeds(
+                        config,
+                        model=inputs.model,
+                        vocab_size=inputs.vocab_size,
+                        engine=engine,
+                        servers=servers,
+                        show=measure,
+                        beside_trainer=beside,
+                    )
     num_samples = len(settings.eval_prompt_tokens)
     _report_plan(config, inputs, num_samples=num_samples, report=report)
     return Checked(is_all_here=True, speeds=speeds, eval_samples=num_samples)

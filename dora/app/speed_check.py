@@ -73,6 +73,7 @@ class ServerSpeeds:
     """What was measured: means over the servers, medians over the repetitions, in seconds."""
 
     num_servers: int
+    beside_trainer: bool  #: whether a trainer worked on the same cores
     slots: int  #: the least of any server
     kv_tokens: int  #: the least of any server
     points: tuple[DecodePoint, ...]
@@ -80,6 +81,7 @@ class ServerSpeeds:
     prefill_s_per_token: float
     answer_s: float  #: of a request, besides prefill and decoding
     slowest: float  #: step time of the slowest server over the mean of all
+    crowding: float  #: step time of a full batch on all servers at the same time, over that of one server alone
     pushes: PushFit
     pushed_together: int  #: largest number of pushes at the same time
     weight_bytes: int
@@ -93,11 +95,12 @@ async def measure_speeds(
     engine: InferenceEngine,
     servers: Sequence[MeasuredServer],
     show: Callable[[str], None],
+    beside_trainer: bool = False,
 ) -> ServerSpeeds:
     """Measure idle servers; ConfigError if one is busy or holds other weights than `model`, RemoteError if one fails or
     takes too long.
 
-    `show` receives a line about the progress.
+    `show` receives a line about the progress. `beside_trainer`: whether a trainer works meanwhile.
     """
     if foreign := [server.held.problem for server in servers if not server.held.is_model]:
         raise ConfigError(*foreign)
@@ -106,6 +109,7 @@ async def measure_speeds(
     await measuring.warm_up()
     prefills = await measuring.prefills()
     points = await measuring.decoding()
+    crowding = await measuring.crowding()
     await measuring.require_idle()
     show("pushes")
     pushes, num_bytes = await time_pushes(config, model=model, engine=engine, servers=[one.held for one in servers])
@@ -113,6 +117,7 @@ async def measure_speeds(
     prefill_s, rest_s = fit_prefill(prefills)
     return ServerSpeeds(
         num_servers=len(servers),
+        beside_trainer=beside_trainer,
         slots=measuring.slots,
         kv_tokens=measuring.kv_tokens,
         points=tuple(points),
@@ -120,6 +125,7 @@ async def measure_speeds(
         prefill_s_per_token=prefill_s,
         answer_s=max(0.0, rest_s - decode.step_s(batch=1, context=SHORT)),
         slowest=measuring.slowest,
+        crowding=crowding,
         pushes=fit_pushes(pushes, num_bytes=num_bytes),
         pushed_together=max(push.together for push in pushes),
         weight_bytes=num_bytes,
@@ -235,6 +241,19 @@ class _Measuring:
             for (_, batch), points in found.items()
             if points
         ]
+
+    async def crowding(self) -> float:
+        """Return how many times as long a step takes while all servers decode as while only the first one does."""
+        self._show("decoding on one server alone")
+        prompt = self._prompts[0]
+        batch, servers = self._largest(prompt), self._servers
+        together = await self._decode(batch, prompt=prompt)
+        try:
+            self._servers = servers[:1]
+            alone = await self._decode(batch, prompt=prompt)
+        finally:
+            self._servers = servers
+        return together.step_s / alone.step_s if together is not None and alone is not None else 1.0
 
     async def _decode(self, batch: int, *, prompt: int) -> DecodePoint | None:
         """Decode a batch on every server, for so many steps as are needed.

@@ -26,6 +26,8 @@ from dora.sim.workload import Workload, checked
 
 #: Seconds between two reports of token counts in a run.
 _REPORT_S: Final = 1.0
+#: Servers that share more than their clients are slower together than alone by more than this factor.
+CROWDED: Final = 1.1
 #: Characters of a comment.
 _WIDTH: Final = 110
 
@@ -128,6 +130,7 @@ def findings(speeds: ServerSpeeds) -> Iterator[str]:
     """Yield what was measured, one line each."""
     decode, pushes = speeds.decode.decode, speeds.pushes
     together = "" if speeds.num_servers == 1 else f", {speeds.num_servers} servers at the same time"
+    together += ", beside a trainer at work" if speeds.beside_trainer else ""
     yield (
         f"decoding{together}: a step takes {1e3 * decode.base_s:.3g} ms + {1e3 * decode.per_request_s:.3g} ms per "
         f"request + {1e9 * decode.per_token_s:.3g} ns per token in KV; largest error of the fit "
@@ -135,6 +138,11 @@ def findings(speeds: ServerSpeeds) -> Iterator[str]:
     )
     if speeds.slowest > 1.1:
         yield f"a server was up to {speeds.slowest:.2f} times as slow as the mean; all are taken to be alike"
+    if speeds.crowding > CROWDED:
+        yield (
+            f"one server alone is {speeds.crowding:.2f} times as fast as with all: they share cores or a link, and a "
+            "simulation is too slow for times at which few of them have work"
+        )
     yield (
         f"prefill: {1e6 * speeds.prefill_s_per_token:.3g} us per token; {1e3 * speeds.answer_s:.3g} ms per request "
         "besides prefill and decoding"

@@ -95,6 +95,7 @@ async def test_servers_are_measured_together_and_left_as_they_were(
     assert max(one.context for one in short) < min(one.context for one in long) <= config.longest_request
     assert all(0 < point.step_s < 1 for point in speeds.points)
     assert speeds.weight_bytes > 0
+    assert 0.1 < speeds.crowding < 10
     assert speeds.pushes.fixed_s > 0
     assert speeds.pushes.bytes_s > 0
     assert told[0] == "warming up"
@@ -194,6 +195,7 @@ def test_batches_are_the_powers_of_two_and_all_slots() -> None:
 
 SPEEDS = ServerSpeeds(
     num_servers=4,
+    beside_trainer=False,
     slots=24,
     kv_tokens=16_384,
     points=(DecodePoint(1, 80.0, 0.004), DecodePoint(24, 310.0, 0.012)),
@@ -201,6 +203,7 @@ SPEEDS = ServerSpeeds(
     prefill_s_per_token=5e-5,
     answer_s=0.008,
     slowest=1.04,
+    crowding=1.0,
     pushes=PushFit(0.005, 2e8, 0.0),
     pushed_together=4,
     weight_bytes=1_815_012,
@@ -265,7 +268,9 @@ def test_the_curve_has_a_line_for_each_point_and_the_findings_name_what_was_shar
     )
     assert prefill == "prefill: 50 us per token; 8 ms per request besides prefill and decoding"
     assert push.endswith("alone; 4 at the same time take no longer")
-    crowded = replace(SPEEDS, pushes=PushFit(0.005, 2e8, 3e8), slowest=1.5)
+    crowded = replace(SPEEDS, pushes=PushFit(0.005, 2e8, 3e8), slowest=1.5, crowding=2.0, beside_trainer=True)
+    assert "4 servers at the same time, beside a trainer at work: a step" in " ".join(findings(crowded))
+    assert "one server alone is 2.00 times as fast as with all" in " ".join(findings(crowded))
     assert "a server was up to 1.50 times as slow as the mean" in " ".join(findings(crowded))
     assert " at the same time share " in " ".join(findings(crowded))
     assert "no other server" in " ".join(findings(replace(SPEEDS, num_servers=1, pushed_together=1)))
