@@ -169,7 +169,7 @@ async def test_weights_that_could_not_be_restored_are_not_measured_at_all(tmp_pa
 
 async def test_servers_of_nodes_are_refused_before_anything_starts() -> None:
     config = load(None, ["nodes.expected=2", "nodes.servers=3"], environ={"DORA_TOKEN": "a" * 32})
-    with pytest.raises(ConfigError, match="^--measure: the servers are started by nodes, and only for a run"):
+    with pytest.raises(ConfigError, match=r"^--measure: the servers are started by nodes, and only for a run"):
         await check(config, lambda topic, text: None, measure=str)
 
 
