@@ -244,9 +244,12 @@ class _Measuring:
 
     async def crowding(self) -> float:
         """Return how many times as long a step takes while all servers decode as while only the first one does."""
+        servers = self._servers
+        if len(servers) == 1:
+            return 1.0
         self._show("decoding on one server alone")
         prompt = self._prompts[0]
-        batch, servers = self._largest(prompt), self._servers
+        batch = self._largest(prompt)
         together = await self._decode(batch, prompt=prompt)
         try:
             self._servers = servers[:1]

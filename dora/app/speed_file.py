@@ -40,9 +40,28 @@ def require_new(path: Path) -> None:
         raise ConfigError(f"--measure {path}: its folder does not exist")
 
 
-def recorded_job(run: Path | None) -> Workload | None:
-    """Return the workload of a finished run (None without one); ConfigError if it cannot be simulated."""
-    return read_run(run)[0] if run is not None else None
+def recorded_job(run: Path | None, config: Config) -> Workload | None:
+    """Return the workload of a finished run (None without one).
+
+    ConfigError if the job of the configuration cannot be simulated, with the lengths of the run if there is one.
+    """
+    recorded = read_run(run)[0] if run is not None else None
+    roomy = {"server": SimulatedServer(kv_tokens=2**52), "time_shared": False}
+    checked(_job(config, recorded).with_changes(fleet=roomy), origin="--measure")
+    return recorded
+
+
+def _job(config: Config, recorded: Workload | None) -> Workload:
+    """Return the job of the configuration on example servers."""
+    base = workload_of(config)
+    if recorded is None:
+        return base
+    rates = {
+        "tokens_s_per_device": recorded.train.tokens_s_per_device / base.train.devices_per_rank,
+        "update_s": recorded.train.update_s,
+        "publish_bytes_s": recorded.train.publish_bytes_s,
+    }
+    return msgspec.structs.replace(base.with_changes(train=rates), lengths=recorded.lengths, grade=recorded.grade)
 
 
 def measured_workload(
@@ -53,29 +72,21 @@ def measured_workload(
     `recorded`: a finished run, for its lengths, trainer and graders; otherwise they are examples. ConfigError if the
     job cannot be simulated.
     """
-    base = workload_of(config)
-    if recorded is not None:
-        each = base.train.devices_per_rank
-        rates = {
-            "tokens_s_per_device": recorded.train.tokens_s_per_device / each,
-            "update_s": recorded.train.update_s,
-            "publish_bytes_s": recorded.train.publish_bytes_s,
-        }
-        base = msgspec.structs.replace(base.with_changes(train=rates), lengths=recorded.lengths, grade=recorded.grade)
     server = SimulatedServer(
         slots=speeds.slots,
         kv_tokens=speeds.kv_tokens,
         decode=speeds.decode.decode,
         prefill_s_per_token=speeds.prefill_s_per_token,
     )
-    found = base.with_changes(
+    found = _job(config, recorded).with_changes(
         job={"eval_samples": eval_samples, "eval_every": config.eval.every},
         fleet={
             "server": server,
             "time_shared": False,
             "weight_bytes": float(speeds.weight_bytes),
             "push_fixed_s": speeds.pushes.fixed_s,
-            "push_bytes_s": speeds.pushes.bytes_s,  # with FleetModel.store_bytes_s: speeds.pushes.store_bytes_s
+            # Once FleetModel has a field for what the store gives to all pushes: speeds.pushes.store_bytes_s.
+            "push_bytes_s": speeds.pushes.bytes_s,
             "answer_s": speeds.answer_s,
             "report_s": _REPORT_S,
         },

@@ -48,8 +48,8 @@ def check(
         raise ConfigError(f"--from {recorded}: is valid with --measure only")
     if measure is not None:
         require_new(measure)
-    run = recorded_job(recorded)
     config = _load(config_path, overrides)
+    run = recorded_job(recorded, config) if measure is not None else None
     checked = uvloop.run(
         check_config(config, report, push=push, measure=show_progress if measure is not None else None)
     )

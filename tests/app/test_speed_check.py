@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora.app import speed_check
+from dora.app import speed_check, speed_file
 from dora.app.check import check
 from dora.app.speed_check import MeasuredServer, ServerSpeeds, batches, measure_speeds
-from dora.app.speed_file import curve, findings, measured_workload, require_new, write
+from dora.app.speed_file import curve, findings, measured_workload, recorded_job, require_new, write
 from dora.app.trial_push import Held
 from dora.config.load import load
 from dora.config.schema import Config
@@ -235,19 +235,31 @@ def test_the_file_is_the_workload_that_was_measured(tmp_path: Path) -> None:
     assert max(map(len, comments)) <= 120
 
 
+def recorded() -> Workload:
+    """A finished run with groups of two answers."""
+    lengths = LengthModel(regime="recorded", cap=160, prompts=(9,), answers=((5, 160),), rewards=((0.0, 1.0),))
+    rates = {"tokens_s_per_device": 900.0, "update_s": 0.25}
+    return msgspec.structs.replace(Workload().with_changes(train=rates), lengths=lengths)
+
+
 def test_a_finished_run_gives_what_was_not_measured() -> None:
     config = load(None, ["rollout.group_size=2", "trainer.ranks=4", "trainer.parallel.context=2"], environ={})
-    lengths = LengthModel(regime="recorded", cap=160, prompts=(9,), answers=((5, 160),), rewards=((0.0, 1.0),))
-    run = msgspec.structs.replace(
-        Workload().with_changes(train={"tokens_s_per_device": 900.0, "update_s": 0.25}), lengths=lengths
-    )
+    run = recorded()
     workload = measured_workload(config, SPEEDS, eval_samples=0, recorded=run)
-    assert workload.lengths == lengths
+    assert workload.lengths == run.lengths
     assert workload.grade == run.grade
     assert workload.train.update_s == 0.25
     assert (workload.num_ranks, workload.rank_tokens_s) == (2, 900.0)  # of the run: two groups of ranks
+
+
+def test_a_run_of_another_job_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed_file, "read_run", lambda folder: (recorded(), None))
+    assert recorded_job(tmp_path, load(None, ["rollout.group_size=2"], environ={})) == recorded()
     with pytest.raises(ConfigError, match=r"--measure: lengths.answers.*: every prompt needs job.group_size = 8"):
-        measured_workload(load(None, (), environ={}), SPEEDS, eval_samples=0, recorded=run)
+        recorded_job(tmp_path, load(None, (), environ={}))
+    assert recorded_job(None, load(None, (), environ={})) is None
 
 
 def test_a_file_is_never_replaced_and_its_folder_is_needed(tmp_path: Path) -> None:
