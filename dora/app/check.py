@@ -1,6 +1,7 @@
 """Validates a configuration, contacts every server, and reports the plan; changes nothing.
 
-If the run starts its own servers, one of them is started briefly on a free port and compared with the trainer.
+If the run starts its own servers, one of them is started briefly on a free port and compared with the trainer. To
+measure servers, all of them are.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import itertools
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +28,9 @@ from dora.app.loss_check import check_loss
 from dora.app.managed import ManagedServer
 from dora.app.sample_check import SourceSamples, sample_sources
 from dora.app.settings import SPARE_VERSIONS, settings_of
+from dora.app.speed_check import MeasuredServer, ServerSpeeds, measure_speeds
 from dora.app.trainer_check import CheckedTrainer, check_trainer
+from dora.app.trainer_load import shares_cores, working_trainer
 from dora.app.trial_push import Held, push_once
 from dora.config.schema import Config
 from dora.controller.effects import Graders
@@ -37,7 +41,8 @@ from dora.errors import ConfigError, RemoteError
 from dora.journal.access import require_group, set_umask
 from dora.journal.run_folder import RunFolder
 from dora.node.cuda import require_cuda
-from dora.node.plan import assign_gpus, plan_engines
+from dora.node.limits import allow_open_files
+from dora.node.plan import ProcessPlan, assign_gpus, plan_engines
 from dora.node.ports import require_free_ports
 from dora.node.supervise import Node
 from dora.tasks.pool import Graded, GraderPool
@@ -59,19 +64,36 @@ PROBE_TIMEOUT_S = 60.0
 Report = Callable[[str, str], None]
 
 
-async def check(config: Config, report: Report, *, push: bool = False) -> bool:
-    """Report each finding; raise ConfigError at the first problem. `push`: also push a version to each server, as a
-    run does; this interrupts other users of the servers.
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a check found beside its lines."""
 
-    Return whether all was checked: what is not here yet is not downloaded.
+    is_all_here: bool  #: otherwise not all was checked: what is not here yet is not downloaded
+    speeds: ServerSpeeds | None = None  #: if they were to be measured, and all is here
+    eval_samples: int = 0  #: answers of one evaluation
+
+
+async def check(
+    config: Config, report: Report, *, push: bool = False, measure: Callable[[str], None] | None = None
+) -> Checked:
+    """Report each finding; raise ConfigError at the first problem.
+
+    `push`: also push a version to each server, as a run does. `measure`: also measure the servers, which pushes too; it
+    receives lines about the progress. Both interrupt other users of the servers.
     """
+    if measure is not None and config.nodes.expected:
+        raise ConfigError(
+            "--measure: the servers are started by nodes, and only for a run; start one on each node, and name them in "
+            "engine.urls, with nodes.expected = 0"
+        )
     config, missing = await look(config)
     for one in missing:
         report("download", str(one))
     if any(one.snapshot.repo.field != "model.path" for one in missing):
         report("not checked", "prompts, rewards, trainer and servers: they need what dora run will download")
         report_job(config, report)
-        return False
+        return Checked(is_all_here=False)
+    speeds: ServerSpeeds | None = None
     async with AsyncExitStack() as stack:
         inputs, episodes = await enter_inputs(stack, config)
         settings = settings_of(config, eval_prompt_tokens=inputs.evaluations.prompt_tokens)
@@ -94,17 +116,18 @@ async def check(config: Config, report: Report, *, push: bool = False) -> bool:
         if missing:
             report("not checked", "trainer and servers: they need the weights, which dora run will download")
             report_job(config, report)
-            return False
+            return Checked(is_all_here=False)
         if config.nodes.expected:
             report("nodes", "servers and ranks are theirs: none was tried here; dora check --nodes asks the nodes")
             _report_plan(config, inputs, num_samples=len(settings.eval_prompt_tokens), report=report)
-            return True
+            return Checked(is_all_here=True)
         trained = await asyncio.to_thread(check_trainer, config, inputs.model, stack.enter_context(ExitStack()))
         for topic, text in trained.lines:
             report(topic, text)
         report("checkpoint", await asyncio.to_thread(_check_checkpoint, config, inputs, trained.checkpoint_bytes))
-        engine = await stack.enter_async_context(open_engine(config, max_connections=8))
-        async with _servers(config, inputs, engine) as urls:
+        streams = 8 if measure is None else allow_open_files(config.num_instances * (config.slots or 1))
+        engine = await stack.enter_async_context(open_engine(config, max_connections=streams))
+        async with _servers(config, inputs, engine, all_managed=measure is not None) as urls:
             servers = [await _check_server(config, inputs, engine, url, trained, report=report) for url in urls]
             if graders.training is None or episodes is not None:
                 report("sample", "none: an answer would be a single turn, and only a run plays whole episodes")
@@ -116,11 +139,28 @@ async def check(config: Config, report: Report, *, push: bool = False) -> bool:
                     raise ConfigError("task.rewards: a reward failed on the answer above; correct it, then check again")
             if push:
                 set_umask(config.run.group)
-                await push_once(config, model=inputs.model, engine=engine, servers=servers)
-                for server in servers:
-                    report("push", f"{server.url}: loaded the model from the version store; its label is restored")
-    _report_plan(config, inputs, num_samples=len(settings.eval_prompt_tokens), report=report)
-    return True
+                held = [server.held for server in servers]
+                await push_once(config, model=inputs.model, engine=engine, servers=held)
+                for url in urls:
+                    report("push", f"{url}: loaded the model from the version store; its label is restored")
+            if measure is not None:
+                set_umask(config.run.group)
+                beside = shares_cores(config)
+                if beside:
+                    measure("starting a trainer")
+                async with working_trainer(config, inputs.model) if beside else nullcontext():
+                    speeds = await measure_speeds(
+                        config,
+                        model=inputs.model,
+                        vocab_size=inputs.vocab_size,
+                        engine=engine,
+                        servers=servers,
+                        show=measure,
+                        beside_trainer=beside,
+                    )
+    num_samples = len(settings.eval_prompt_tokens)
+    _report_plan(config, inputs, num_samples=num_samples, report=report)
+    return Checked(is_all_here=True, speeds=speeds, eval_samples=num_samples)
 
 
 async def _check_rewards(config: Config, inputs: Inputs, graders: Graders, *, report: Report) -> None:
@@ -184,26 +224,32 @@ def _first_prompts(inputs: Inputs, count: int) -> list[Prompt]:
 
 
 @asynccontextmanager
-async def _servers(config: Config, inputs: Inputs, engine: InferenceEngine) -> AsyncIterator[Sequence[str]]:
-    """Yield the URLs of the external servers and of one managed server, which runs while the context is open."""
+async def _servers(
+    config: Config, inputs: Inputs, engine: InferenceEngine, *, all_managed: bool
+) -> AsyncIterator[Sequence[str]]:
+    """Yield the URLs of the external servers and of one or all managed servers, which run while the context is open."""
     if not config.num_managed:
         yield config.engine.urls
         return
     with tempfile.TemporaryDirectory(prefix="dora-check-") as folder:
         lease = Path(folder) / "lease"
-        plan = plan_engines(config, model=inputs.model, lease=lease, environ=os.environ)[0]
+        plans = plan_engines(config, model=inputs.model, lease=lease, environ=os.environ)
         async with Node(logs=Path(folder), lease=lease) as node:
-            child = node.add(plan, is_well=partial(engine.is_alive, timeout_s=PROBE_TIMEOUT_S))
+
+            async def start(plan: ProcessPlan) -> str:
+                child = node.add(plan, is_well=partial(engine.is_alive, timeout_s=PROBE_TIMEOUT_S))
+                return (await ManagedServer(child, engine=engine, api_key=config.engine.api_key).start()).url
+
             try:
-                url = (await ManagedServer(child, engine=engine, api_key=config.engine.api_key).start()).url
+                found = [await start(plan) for plan in (plans if all_managed else plans[:1])]
             except RemoteError as err:
                 raise ConfigError(f"engine: {err}") from err
-            yield [*config.engine.urls, url]
+            yield [*config.engine.urls, *found]
 
 
 async def _check_server(
     config: Config, inputs: Inputs, engine: InferenceEngine, url: str, trained: CheckedTrainer, *, report: Report
-) -> Held:
+) -> MeasuredServer:
     try:
         found = await engine.examine(url, timeout_s=PROBE_TIMEOUT_S)
         _check_room(config, found, url)
@@ -221,7 +267,11 @@ async def _check_server(
         raise ConfigError(
             f"engine: its log-probs differ from the trainer's by up to {worst:.1e} under the same weights"
         )
-    return Held(url, _field(config, url), found.label, is_model=worst <= limit)
+    return MeasuredServer(
+        Held(url, _field(config, url), found.label, is_model=worst <= limit),
+        slots=min(found.slots, config.engine.slots or found.slots),
+        kv_tokens=min(found.kv_tokens, config.engine.kv_tokens or found.kv_tokens),
+    )
 
 
 async def _sample(config: Config, inputs: Inputs, pool: GraderPool, engine: InferenceEngine, url: str) -> SourceSamples:

@@ -165,20 +165,33 @@ def _forecast(config: Config) -> _Forecast:
 
 
 def _try(config: Config, model: Path, mode: Mode, stack: ExitStack) -> Trial:
+    with _memory_errors(config, during="while the model was loaded for a trial"):
+        return stack.enter_context(make_trial(config, model, mode))
+
+
+def make_trial(config: Config, model: Path, mode: Mode) -> Trial:
+    """Return a trainer of one rank, with the settings of the configuration."""
     from dora.trainer.trial import Trial
 
     trainer = config.trainer
-    with _memory_errors(config, during="while the model was loaded for a trial"):
-        trial = Trial(
-            model,
-            device=trainer.device,
-            dtype=trainer.dtype,
-            checkpointing=mode,
-            shared_prompts=trainer.shared_prompts,
-            compiled=trainer.compile,
-            longest=config.longest_slice,
-        )
-        return stack.enter_context(trial)
+    return Trial(
+        model,
+        device=trainer.device,
+        dtype=trainer.dtype,
+        checkpointing=mode,
+        shared_prompts=trainer.shared_prompts,
+        compiled=trainer.compile,
+        longest=config.longest_slice,
+    )
+
+
+def trial_sizes(config: Config, outline: Outline) -> tuple[int, int]:
+    """Return the tokens of a pass to try, and the length of its sequences."""
+    tokens, longest = config.trainer.micro_batch_tokens, config.longest_slice
+    if config.trainer.device != "cpu":
+        return tokens, longest
+    most = max(MIN_TOKENS, int(CPU_OPERATIONS / (8 * outline.parameters)))
+    return min(tokens, most), min(longest, most)
 
 
 def _memory_errors(config: Config, *, during: str) -> AbstractContextManager[None]:
@@ -192,11 +205,8 @@ def _memory_errors(config: Config, *, during: str) -> AbstractContextManager[Non
 
 def _measure(config: Config, outline: Outline, trial: Trial) -> str:
     """Return the forecast and the measured memory of a pass."""
-    trainer = config.trainer
-    tokens, longest = trainer.micro_batch_tokens, config.longest_slice
-    if is_cpu := trainer.device == "cpu":
-        most = max(MIN_TOKENS, int(CPU_OPERATIONS / (8 * outline.parameters)))
-        tokens, longest = min(tokens, most), min(longest, most)
+    tokens, longest = trial_sizes(config, outline)
+    is_cpu = config.trainer.device == "cpu"
     forecast = outline.forecast(tokens=tokens, longest=longest, ranks=1, layout=trial.checked.layout, is_trial=True)
     with _memory_errors(config, during=f"in a trial of {max(tokens, longest)} tokens"):
         measured = trial.measure(tokens=tokens, longest=longest)

@@ -222,6 +222,20 @@ def check(
             help="Also push the model to each server once. This interrupts other users of the servers.",
         ),
     ] = False,
+    measure: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also start all servers and measure their decoding, prefill and pushes, for some minutes, and write "
+            "them into this new workload file. The servers must be idle.",
+        ),
+    ] = None,
+    recorded: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="DIR", help="With --measure: lengths, trainer and graders are those of this finished run."
+        ),
+    ] = None,
     drift: Annotated[
         bool,
         typer.Option(
@@ -253,8 +267,11 @@ def check(
 
     if sum((push, drift, nodes, gpus is not None)) > 1:
         raise ConfigError("--push, --drift, --nodes and --gpus exclude each other; choose one")
-    if json is not None and (nodes or drift or gpus is not None):
+    instead = nodes or drift or gpus is not None
+    if json is not None and instead:
         raise ConfigError("--json: is not valid with --drift, --nodes and --gpus")
+    if (measure is not None or recorded is not None) and instead:
+        raise ConfigError("--measure and --from: are not valid with --drift, --nodes and --gpus")
     settings = with_shorthand(config, overrides, model=model, data=data, prompt=prompt, answer=answer, reward=reward)
     if nodes:
         check_nodes(config, settings)
@@ -263,7 +280,7 @@ def check(
     elif drift:
         check_drift(config, settings)
     else:
-        command(config, settings, push=push, json=json)
+        command(config, settings, push=push, measure=measure, recorded=recorded, json=json)
 
 
 app.add_typer(folders)  # without a name: as if they were defined here

@@ -1,6 +1,6 @@
 """`dora check`: validates a configuration, contacts its servers, and prints the plan.
 
-`--gpus` plans for other GPUs instead, and `--drift` looks for drift.
+`--measure` also measures the servers. `--gpus` plans for other GPUs instead, and `--drift` looks for drift.
 """
 
 from __future__ import annotations
@@ -12,34 +12,81 @@ from pathlib import Path
 import msgspec
 import uvloop
 
+from dora.app.check import Checked, Report
 from dora.app.check import check as check_config
 from dora.app.drift_check import train_without_learning, verdict
 from dora.app.gpu_plan import Gpus
 from dora.app.gpu_plan import check_plan as plan
 from dora.app.node_check import check_nodes as wait_for_nodes
-from dora.cli.output import say
+from dora.app.speed_file import curve, findings, measured_workload, recorded_job, require_new, write
+from dora.cli.output import say, show_progress
 from dora.cli.run import require_steps
 from dora.config.load import load
 from dora.config.schema import Config
 from dora.errors import ConfigError
+from dora.sim.workload import Workload
 
 
-def check(config_path: Path | None, overrides: Sequence[str], *, push: bool = False, json: Path | None = None) -> None:
-    """`json`: a file for the findings."""
+def check(
+    config_path: Path | None,
+    overrides: Sequence[str],
+    *,
+    push: bool = False,
+    measure: Path | None = None,
+    recorded: Path | None = None,
+    json: Path | None = None,
+) -> None:
+    """`measure`: a new file for the measured servers, with lengths, trainer and graders of the run `recorded`. `json`:
+    a file for the findings."""
     found: list[dict[str, str]] = []
 
     def report(topic: str, text: str) -> None:
         _print(topic, text)
         found.append({"topic": topic, "text": text})
 
-    is_all_here = uvloop.run(check_config(_load(config_path, overrides), report, push=push))
+    if recorded is not None and measure is None:
+        raise ConfigError(f"--from {recorded}: is valid with --measure only")
+    if measure is not None:
+        require_new(measure)
+    config = _load(config_path, overrides)
+    run = recorded_job(recorded, config) if measure is not None else None
+    checked = uvloop.run(
+        check_config(config, report, push=push, measure=show_progress if measure is not None else None)
+    )
+    if measure is not None:
+        show_progress("")
+        _write_measured(measure, config, checked, run, origin=recorded, report=report)
     if json is not None:
         try:
             json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
         except OSError as err:
             raise ConfigError(f"--json {json}: cannot be written: {err.strerror}") from err
-    checked = "all checks passed" if is_all_here else "what can be checked before the download is right"
-    say(f"{checked}; nothing was changed")
+    text = "all checks passed" if checked.is_all_here else "what can be checked before the download is right"
+    say(
+        f"{text}; nothing was changed" if measure is None else f"{text}; wrote {measure}; next: dora simulate {measure}"
+    )
+
+
+def _write_measured(
+    path: Path, config: Config, checked: Checked, run: Workload | None, *, origin: Path | None, report: Report
+) -> None:
+    """Report the measured servers and write the file."""
+    speeds = checked.speeds
+    if speeds is None:
+        raise ConfigError("--measure: what dora run will download is needed first; nothing was measured")
+    workload = measured_workload(config, speeds, eval_samples=checked.eval_samples, recorded=run)
+    for number, line in enumerate((*curve(speeds), *findings(speeds))):
+        report("" if number else "measured", line)
+    if origin is None:
+        report(
+            "not measured",
+            "lengths of answers, trainer and graders: examples; --from RUN takes those of a finished run, and dora "
+            "simulate --from RUN has them too",
+        )
+    else:
+        report("", f"lengths of answers, trainer and graders are those of {origin}")
+    what = f"job of {origin}" if origin is not None else "lengths of answers, trainer and graders are examples"
+    write(path, workload, speeds, heading=f"Servers measured by dora check --measure; {what}.")
 
 
 def check_plan(config_path: Path | None, overrides: Sequence[str], *, gpus: str) -> None:

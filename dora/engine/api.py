@@ -43,6 +43,7 @@ class GenerateRequest:
     label: str  # label of the version; KV cached under one label must not be reused under another label
     top_p: float = 1.0
     top_k: int = -1  # -1: off
+    ignore_end: bool = False  # only the token budget ends the answer, not the model's end tokens nor `stop_tokens`
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ the trainer's tokens per second. They include anything that slowed the run down,
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -29,6 +28,7 @@ from dora.core.strategies import Settings, strategy_of
 from dora.errors import ConfigError
 from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
+from dora.sim.fitting import nonnegative_fit
 from dora.sim.server import SimulatedServer
 from dora.sim.workload import FleetModel, GradingModel, JobModel, LengthModel, TrainerModel, Workload, checked
 
@@ -239,7 +239,7 @@ def _workload(record: RecordedRun) -> Workload:
         train=TrainerModel(
             tokens_s_per_device=record.wave_tokens / max(record.wave_s, 1e-9),
             updates=settings.updates,
-            update_s=median(record.update_s),
+            update_s=mean(record.update_s[1:] or record.update_s),  # the first one allocates the optimizer's memory
             micro_batch_tokens=settings.micro_batch_tokens,
             publish_bytes_s=record.num_bytes / max(1e-9, median(record.publish_s or [0.0])),
         ),
@@ -283,13 +283,6 @@ def fit_times(requests: Sequence[Timed]) -> tuple[DecodeTime, float, float]:
     All requests have the same weight. Of all subsets of the terms, the best fit without a negative coefficient is used.
     """
     tokens, batch, read, seconds = np.array(requests, dtype=np.float64).T
-    terms = np.stack([tokens, tokens * batch, read, np.ones(len(tokens))], axis=1) / seconds[:, None]
-    best, best_error = np.zeros(4), math.inf
-    for chosen in itertools.chain.from_iterable(itertools.combinations(range(4), n) for n in (1, 2, 3, 4)):
-        found = np.linalg.lstsq(terms[:, chosen], np.ones(len(seconds)), rcond=None)[0]
-        error = float(((terms[:, chosen] @ found - 1) ** 2).sum())
-        if (found >= 0).all() and error < best_error:
-            best, best_error = np.zeros(4), error
-            best[list(chosen)] = found
-    base_s, per_request_s, prefill_s, answer_s = best.tolist()
+    terms = np.stack([tokens, tokens * batch, read, np.ones(len(tokens))], axis=1)
+    base_s, per_request_s, prefill_s, answer_s = nonnegative_fit(terms, seconds).tolist()
     return DecodeTime(base_s=base_s, per_request_s=per_request_s, per_token_s=0.0), prefill_s, answer_s

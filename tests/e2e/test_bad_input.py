@@ -151,3 +151,17 @@ def test_ways_of_running_exclude_each_other(tmp_path: Path) -> None:
     assert_one_clear_error(run_to_end("check", "--set", "run.steps=0"), code=2, says="run.steps: 0 steps train nothing")
     says = "--push, --drift, --nodes and --gpus exclude each other; choose one"
     assert_one_clear_error(run_to_end("check", "--drift", "--push"), code=2, says=says)
+
+
+def test_a_measurement_that_cannot_be_written_or_made_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("steps = 3\n")
+    new = str(tmp_path / "new.toml")
+    for arguments, says in (
+        (("--measure", str(tmp_path / "mine.toml")), "mine.toml: exists; name a new file, or remove this one"),
+        (("--measure", str(tmp_path / "no" / "new.toml")), "its folder does not exist"),
+        (("--measure", new, "--drift"), "--measure and --from: are not valid with --drift, --nodes and --gpus"),
+        (("--measure", new, "--from", str(tmp_path)), "is not a run folder"),
+        (("--from", str(tmp_path)), "is valid with --measure only"),
+    ):
+        assert_one_clear_error(run_to_end("check", *arguments), code=2, says=says)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]

@@ -20,6 +20,7 @@ from dora.config.load import load
 from dora.engine.engines import open_engine
 from dora.errors import ConfigError
 from dora.seed.policy import model_folder
+from dora.sim.workload import load as load_workload
 from tests.e2e.runs import assert_one_clear_error, command, environment, get, run_to_end, settings, until
 
 pytestmark = pytest.mark.deep
@@ -116,6 +117,30 @@ def test_a_store_that_a_server_does_not_see_is_named_and_the_server_left_as_it_w
     assert "restart it" not in result.stderr
     assert label_of(server) == "theirs"
     assert files_below(tmp_path) == {tmp_path / "memory"}
+
+
+@pytest.mark.timeout(400)
+def test_measured_servers_are_a_workload_that_can_be_simulated(tmp_path: Path, server: str) -> None:
+    """A managed server is measured beside an external one, which keeps its label."""
+    file = tmp_path / "measured.toml"
+    fleet = {"engine__instances": 1, "engine__slots": 4, "engine__kv_tokens": 4096, "rollout__max_staleness": 1}
+    arguments = settings(
+        engine__urls=f'["{server}"]', **fleet, run__folder=tmp_path / "runs", status__port=0, eval__sets="[]"
+    )
+    result = run_to_end("check", "--measure", str(file), *arguments)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert re.search(r"\nmeasured     batch  context  tokens/s  by the fit\n {17}1 +\d+", result.stdout), result.stdout
+    assert " decoding, 2 servers at the same time, beside a trainer at work: a step takes " in result.stdout
+    assert result.stdout.endswith(f"all checks passed; wrote {file}; next: dora simulate {file}\n")
+    assert files_below(tmp_path) == {file}
+    assert label_of(server) == "theirs"
+    workload = load_workload(file)
+    assert (workload.num_instances, workload.fleet.server.slots, workload.fleet.server.kv_tokens) == (2, 4, 4096)
+    assert 1e-5 < workload.fleet.server.decode.step_s(num_requests=1, num_tokens=100) < 1
+    simulated = run_to_end("simulate", str(file), "--steps", "8")
+    assert (simulated.returncode, simulated.stderr) == (0, "")
+    again = run_to_end("check", "--measure", str(file), *arguments)
+    assert_one_clear_error(again, code=2, says="exists; name a new file")
 
 
 async def test_a_server_with_other_weights_is_not_pushed_to(tmp_path: Path) -> None:

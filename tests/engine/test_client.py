@@ -77,7 +77,8 @@ async def test_the_request_says_everything_and_leaves_nothing_to_defaults(
     server.streams(FIRST, SECOND, LAST, DONE)
     await client.generate(server.url, REQUEST, Tokens())
     await client.generate(server.url + "/", replace(REQUEST, seed=None), Tokens())
-    (path, body), (_, unseeded) = server.calls
+    await client.generate(server.url, replace(REQUEST, ignore_end=True), Tokens())
+    (path, body), (_, unseeded), (_, endless) = server.calls
     assert path == "/generate"
     assert body == {
         "rid": "r-1",
@@ -98,6 +99,7 @@ async def test_the_request_says_everything_and_leaves_nothing_to_defaults(
         },
     }
     assert "sampling_seed" not in unseeded["sampling_params"]
+    assert endless["sampling_params"] == {**body["sampling_params"], "ignore_eos": True}
 
 
 @pytest.mark.parametrize("ending", ["reset", "closed"])

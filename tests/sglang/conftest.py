@@ -126,30 +126,16 @@ def server(kind: Kind, model_a: Path, tmp_path_factory: pytest.TempPathFactory) 
         yield server
 
 
-class Endless(GenerateRequest):
-    """A request that the model's end of sequence does not end."""
-
-
-class Client(EngineClient):
-    """The client under test, which can also make a request endless."""
-
-    def encode(self, request: GenerateRequest) -> bytes:
-        body = msgspec.json.decode(super().encode(request))
-        if isinstance(request, Endless):
-            body["sampling_params"]["ignore_eos"] = True
-        return msgspec.json.encode(body)
-
-
 def request(rid: str, *, endless: bool = False) -> GenerateRequest:
-    make = Endless if endless else GenerateRequest
-    return make(
+    return GenerateRequest(
         id=rid,
         tokens=PROMPT,
         max_new_tokens=LONG["max_new_tokens"] if endless else 24,
         temperature=1.0,
-        stop_tokens=[] if endless else [EOS],
+        stop_tokens=[EOS],
         seed=1,
         label=START_LABEL,
+        ignore_end=endless,
     )
 
 
@@ -334,5 +320,5 @@ async def wire(server: Server, model_a: Path) -> AsyncIterator[Wire]:  # noqa: F
 
 @pytest.fixture
 async def client() -> AsyncIterator[EngineClient]:
-    async with Client(max_connections=64, vocab_size=VOCAB) as client:
+    async with EngineClient(max_connections=64, vocab_size=VOCAB) as client:
         yield client

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec
-
 from dora.engine.api import GenerateRequest
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.distributed import Distributed
@@ -67,16 +65,7 @@ class Dying(PushTarget):
         self._at("received")
 
 
-class Client(EngineClient):
-    """Its requests are endless."""
-
-    def encode(self, request: GenerateRequest) -> bytes:
-        body = msgspec.json.decode(super().encode(request))
-        body["sampling_params"]["ignore_eos"] = True
-        return msgspec.json.encode(body)
-
-
-async def leave_requests(client: Client, url: str) -> NoReturn:
+async def leave_requests(client: EngineClient, url: str) -> NoReturn:
     """Two run, and one waits at the pause."""
     running = [asyncio.Event() for _ in range(2)]
     for number, begun in enumerate(running):
@@ -88,13 +77,13 @@ async def leave_requests(client: Client, url: str) -> NoReturn:
     die()
 
 
-async def generate(client: Client, url: str, number: int, begun: asyncio.Event) -> None:
-    request = GenerateRequest(f"dead-{number}", [5, 6, 7], 1000, 1.0, [], 1, "dead")
+async def generate(client: EngineClient, url: str, number: int, begun: asyncio.Event) -> None:
+    request = GenerateRequest(f"dead-{number}", [5, 6, 7], 1000, 1.0, [], 1, "dead", ignore_end=True)
     await client.generate(url, request, lambda token_ids, logprobs: begun.set())
 
 
 async def main(point: str, url: str, folder: str, label: str) -> None:
-    async with Client(max_connections=8) as client:
+    async with EngineClient(max_connections=8) as client:
         if point == "requests":
             await leave_requests(client, url)
         transfer: Transfer = DISK

@@ -32,7 +32,7 @@ from dora.engine.sglang.push import push
 from dora.engine.sglang.target import PushTarget
 from dora.errors import ConfigError, RemoteError
 from tests.embedded.conftest import CONTEXT, VOCAB, Reference
-from tests.sglang.conftest import PROMPT, QUEUE, SETTLE_S, SLOTS, Client, Server, Tokens, request
+from tests.sglang.conftest import PROMPT, QUEUE, SETTLE_S, SLOTS, Server, Tokens, request
 
 pytestmark = pytest.mark.timeout(300, func_only=True)  # about 2 minutes on the real server
 
@@ -76,7 +76,7 @@ class Operations(RuleBasedStateMachine):
     @initialize()
     def connect(self) -> None:
         async def make() -> EngineClient:
-            return Client(max_connections=64, vocab_size=VOCAB, control_timeout_s=5.0)
+            return EngineClient(max_connections=64, vocab_size=VOCAB, control_timeout_s=5.0)
 
         self._client = self._runner.run(make())
 

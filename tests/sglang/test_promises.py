@@ -72,6 +72,15 @@ async def test_every_token_is_delivered_once_with_its_log_prob_and_the_version_o
     assert tokens.logprobs == pytest.approx(expected, abs=1e-3)
 
 
+async def test_an_answer_that_ignores_its_ends_has_as_many_tokens_as_its_budget(
+    engine: InferenceEngine, url: str
+) -> None:
+    anything = replace(request("ends-00"), stop_tokens=[*range(VOCAB)])
+    assert (await engine.generate(url, anything, Tokens())).num_tokens == 1
+    result = await engine.generate(url, replace(anything, id="ends-01", ignore_end=True), Tokens())
+    assert (result.finish_reason, result.num_tokens) == ("length", anything.max_new_tokens)
+
+
 async def test_a_stopped_request_returns_its_tokens_and_can_be_resumed_under_another_id(
     engine: InferenceEngine, url: str
 ) -> None:

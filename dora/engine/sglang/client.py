@@ -249,6 +249,8 @@ class EngineClient:
         }
         if request.seed is not None:
             sampling_params["sampling_seed"] = request.seed
+        if request.ignore_end:
+            sampling_params["ignore_eos"] = True
         body = {
             "rid": request.id,
             "input_ids": request.tokens,
