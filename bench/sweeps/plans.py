@@ -26,9 +26,9 @@ sys.path[:0] = [str(ROOT / "bench")]
 from result import commit, today  # noqa: E402
 
 from dora.sim.measure import Result  # noqa: E402
-from dora.sim.plan import WIDTHS, search  # noqa: E402
+from dora.sim.plan import search  # noqa: E402
 from dora.sim.sweep import simulate  # noqa: E402
-from dora.sim.workload import Workload, load, with_overrides  # noqa: E402
+from dora.sim.workload import WIDTHS, Workload, load, with_overrides  # noqa: E402
 
 RESULTS: Final = ROOT / "bench" / "results" / "plans.jsonl"
 SEEDS: Final = 3
@@ -82,9 +82,9 @@ def _cases() -> Iterator[PlanCase]:
             yield PlanCase("paper", file, strategy, k, widths=(2,))
     for file in ("paper-128", "paper-64"):
         for added in (2, 4):
-            sets = (f"fleet.wider_step_s={added}e-3",)
+            slower = (f"fleet.wider_step_s={added}e-3",)
             for strategy, k in (("sync", 0), ("dora", 0), ("dora", 3)):
-                yield PlanCase("wider", file, strategy, k, sets=sets)
+                yield PlanCase("wider", file, strategy, k, sets=slower)
     for sets in (("fleet.store_bytes_s=50e9",), ("fleet.store_bytes_s=50e9", "fleet.relay=true")):
         for k in (1, 3):
             yield PlanCase("store", "paper-128", "dora", k, sets=sets)

@@ -23,9 +23,8 @@ from dora.config.schema import Config
 from dora.core.decode_time import DecodeTime
 from dora.errors import ConfigError
 from dora.seed.policy import model_folder
-from dora.sim.plan import WIDTHS
 from dora.sim.server import SimulatedServer
-from dora.sim.workload import Workload, checked, with_overrides
+from dora.sim.workload import WIDTHS, Workload, checked, with_overrides
 
 #: Seconds that a request adds to a decoding step of an H100, as in launch/workloads/search-agent.toml.
 PER_REQUEST_S: Final = 2.8e-5
@@ -51,7 +50,6 @@ class Question:
 
     workload: Workload
     note: str  #: where lengths and times come from
-    widths: tuple[int, ...]
     fits: Callable[[Workload], bool]  #: whether a rank has enough memory
     tables: dict[str, Any]  #: of the file, into which a plan is written
     is_config: bool  #: whether the file is a configuration, not a workload
@@ -83,11 +81,11 @@ def ask(path: Path | None, recorded: Path | None, *, gpus: str | None, overrides
     if recorded is not None:
         if path is not None or gpus is not None:
             raise ConfigError(f"--from {recorded}: a finished run needs no file and no --gpus")
-        return _of_workload(*from_run(recorded), overrides, widths=(1,))
+        return _of_workload(*from_run(recorded), overrides)
     if path is None or is_workload(path):
         if gpus is not None:
             raise ConfigError(f"--gpus {gpus}: is for configurations; a workload has its devices in fleet.devices")
-        return _of_workload(*from_file(path), overrides, widths=WIDTHS)
+        return _of_workload(*from_file(path), overrides)
     config = load_config(path, overrides, environ=os.environ)
     if config.engine.urls or not config.num_managed:
         raise ConfigError(f"{path}: can be planned only if the run starts its servers (engine.instances)")
@@ -102,13 +100,14 @@ def ask(path: Path | None, recorded: Path | None, *, gpus: str | None, overrides
         f"{path}: lengths of regime {CONFIG_REGIME}, scaled to the token budget; times of an example server and "
         "trainer: `dora check CONFIG --measure FILE` measures the servers, then `dora plan FILE`\n"
     )
-    return Question(checked(workload_of(config), origin=str(path)), note, (1,), _always, tables, is_config=True)
+    workload = workload_of(config).with_changes(fleet={"widths": (1,)})
+    return Question(checked(workload, origin=str(path)), note, _always, tables, is_config=True)
 
 
-def _of_workload(workload: Workload, note: str, overrides: Sequence[str], *, widths: tuple[int, ...]) -> Question:
+def _of_workload(workload: Workload, note: str, overrides: Sequence[str]) -> Question:
     given = with_overrides(workload, overrides) if overrides else workload
     tables = without_unset(msgspec.to_builtins(given))
-    return Question(given, note, widths, _always, tables, is_config=False)
+    return Question(given, note, _always, tables, is_config=False)
 
 
 def _on_gpus(config: Config, gpus: Gpus, tables: dict[str, Any], *, origin: str) -> Question:
@@ -134,7 +133,7 @@ def _on_gpus(config: Config, gpus: Gpus, tables: dict[str, Any], *, origin: str)
         f"with {BANDWIDTH / 1e12:g} TB/s and {FLOPS / 1e12:g} TFLOP/s in training, assumed, not measured: "
         "`dora check CONFIG --measure FILE` on them, then `dora plan FILE`\n"
     )
-    return Question(checked(workload, origin=origin), note, WIDTHS, fits, tables, is_config=True)
+    return Question(checked(workload, origin=origin), note, fits, tables, is_config=True)
 
 
 def _with_times(workload: Workload, config: Config, gpus: Gpus, shapes: Shapes) -> Workload:

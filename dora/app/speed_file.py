@@ -22,7 +22,7 @@ from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.sim.recorded import read_run
 from dora.sim.server import SimulatedServer
-from dora.sim.workload import Workload, checked
+from dora.sim.workload import WIDTHS, FleetModel, Workload, checked
 
 #: Seconds between two reports of token counts in a run.
 _REPORT_S: Final = 1.0
@@ -85,13 +85,20 @@ def measured_workload(
             "time_shared": False,
             "weight_bytes": float(speeds.weight_bytes),
             "push_fixed_s": speeds.pushes.fixed_s,
-            # Once FleetModel has a field for what the store gives to all pushes: speeds.pushes.store_bytes_s.
             "push_bytes_s": speeds.pushes.bytes_s,
+            **_store(speeds),
+            "widths": (1,) if config.engine.kind == "embedded" else WIDTHS,
             "answer_s": speeds.answer_s,
             "report_s": _REPORT_S,
         },
     )
     return checked(found, origin="--measure")
+
+
+def _store(speeds: ServerSpeeds) -> dict[str, float]:
+    """Return what the store gives to all pushes, if they were seen to share it or carried more than is assumed."""
+    carried = speeds.pushes.store_bytes_s or speeds.pushed_together * speeds.pushes.bytes_s
+    return {"store_bytes_s": carried} if speeds.pushes.store_bytes_s or carried > FleetModel().store_bytes_s else {}
 
 
 def write(path: Path, workload: Workload, speeds: ServerSpeeds, *, heading: str) -> None:

@@ -370,7 +370,7 @@ def plan(
     ] = None,
     strategy: Annotated[str | None, typer.Option(help="Another rollout.strategy than the file's.")] = None,
     k: Annotated[str, typer.Option(help="Values of K, separated by commas (default: 0 to max_staleness).")] = "",
-    widths: Annotated[str, typer.Option(help="GPUs of a server, separated by commas (default: 1,2,4,8).")] = "",
+    widths: Annotated[str, typer.Option(help="GPUs of a server, separated by commas (default: fleet.widths).")] = "",
     seed: Seed = 0,
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the file with the best plan to FILE.")

@@ -44,7 +44,7 @@ def plan(
     best = search(
         workload,
         staleness=staleness or range(workload.rules.max_staleness + 1),
-        widths=widths or question.widths,
+        widths=widths,
         fits=question.fits,
         seed=seed,
         processes=processes or min(2, os.cpu_count() or 1),

@@ -26,8 +26,6 @@ from dora.sim.measure import Result
 from dora.sim.sweep import Case, simulate
 from dora.sim.workload import Workload, checked
 
-#: Devices of a server that are tried.
-WIDTHS: Final = (1, 2, 4, 8)
 #: Steps that a simulation measures between its warm-up and its run-out: of the search, and of its results.
 MEASURED_STEPS: Final = 8
 FINAL_STEPS: Final = 20
@@ -62,14 +60,14 @@ def search(
     workload: Workload,
     *,
     staleness: Sequence[int],
-    widths: Sequence[int] = WIDTHS,
+    widths: Sequence[int] = (),
     fits: Callable[[Workload], bool] = lambda _: True,
     seed: int = 0,
     processes: int = 1,
     progress: Progress = lambda _: None,
 ) -> list[SimulatedPlan]:
     """Return the best plan of each K and width, fastest first, at most BEST of them; the workload's own K, width and
-    split are ignored.
+    split are ignored. Without `widths`, those of the workload are tried.
 
     `fits` says whether a plan has enough memory, as far as the workload does not say it; `progress` is told the number
     of simulations so far. ConfigError if no plan is possible.
@@ -136,7 +134,7 @@ def _spaces(
     """Return the possible plans of each K and width, and why others are impossible."""
     spaces, problems = [], []
     for k in sorted({workload.with_changes(job={"max_staleness": k}).rules.max_staleness for k in staleness}):
-        for width in widths:
+        for width in widths or workload.fleet.widths:
             one = workload.with_changes(job={"max_staleness": k}).with_width(width)
             splits, problem = _splits(one, fits=fits, origin=f"K = {k}, {width} devices a server")
             if splits:

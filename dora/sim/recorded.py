@@ -261,6 +261,7 @@ def _fleet(record: RecordedRun) -> FleetModel:
         devices=len(servers) + record.settings.num_ranks,
         rollout_devices=len(servers),
         time_shared=False,
+        widths=(1,),
         server=SimulatedServer(
             slots=min(s.slots for s in servers),
             kv_tokens=min(s.kv_tokens for s in servers),

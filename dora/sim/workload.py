@@ -21,6 +21,8 @@ from dora.sim.answers import REGIMES, Answers, SimulatedGroup, cap_of
 from dora.sim.server import SimulatedServer
 from dora.sim.tools import Tools
 
+#: Devices of a server that are tried, unless the workload has others.
+WIDTHS: Final = (1, 2, 4, 8)
 _NEVER: Final = 1e12
 _AT_LEAST: Final = {"job.steps": 2, "job.group_size": 2, "job.groups_per_step": 1, "fleet.devices_per_instance": 1}
 _DIVISORS: Final = (
@@ -82,6 +84,7 @@ class FleetModel(_Part, frozen=True):
     server: SimulatedServer = SimulatedServer()
     slow_instances: int = 0  #: number of instances that run at `slow_speed`
     slow_speed: float = 0.7
+    widths: tuple[int, ...] = WIDTHS  #: devices that a server may have; `dora plan` tries them
     device_bytes: float = 80e9  #: memory of a device; see `with_width`
     fixed_step_s: float = 0.0  #: part of a decoding step's base time that more devices do not shorten; see `with_width`
     wider_step_s: float = 0.0  #: added to it on servers of more devices than described; see `with_width`
@@ -341,6 +344,8 @@ def _problems(workload: Workload) -> list[str]:
     found += _tool_problems(workload)
     if fleet.answer_s and workload.faults.instance_hours:
         found.append("fleet.answer_s, faults.instance_hours: a delayed answer would survive a loss; set either to 0")
+    if not fleet.widths or min(fleet.widths) < 1:
+        found.append("fleet.widths: must be one or more numbers of devices")
     if workload.train_devices < 1:
         found.append("fleet.rollout_devices: leaves no device for the trainer")
     longest = max(lengths.prompt_tokens, *lengths.prompts, 0) + workload.cap
