@@ -78,7 +78,7 @@ def _cases() -> Iterator[PlanCase]:
         for strategy, k in (("sync", 0), ("dora", 0), ("dora", 1), ("dora", 3), ("dora", 2), ("one_step_off", 1)):
             yield PlanCase("strategies", file, strategy, k)
     for file in ("paper-128", "paper-64"):
-        for strategy, k in (("sync", 0), ("dora", 1), ("dora", 3)):
+        for strategy, k in (("sync", 0), ("dora", 1), ("dora", 3), ("one_step_off", 1)):
             yield PlanCase("paper", file, strategy, k, widths=(2,))
     for file in ("paper-128", "paper-64"):
         for added in (2, 4):

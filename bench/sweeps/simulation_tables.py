@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean, median
+from statistics import median
 from typing import Final
 
 import calls
 import calls_split
 import paced_calls
-import width_table
+import plan_tables
+import plans
 from scale_table import serve
 from simulation_cases import CASES, ROOT, without
 from simulation_found import (
@@ -22,10 +23,8 @@ from simulation_found import (
     Results,
     SimulationRow,
     commands,
-    key,
     missing,
     rows_of,
-    seconds,
     setting,
     staleness,
     sync_of,
@@ -33,7 +32,6 @@ from simulation_found import (
 )
 
 from dora.sim.measure import Result
-from dora.sim.report import mean_tail
 
 DOCUMENTS: Final = ("README.md", "docs/SIMULATION.md", "docs/SCALE.md")
 _BLOCK: Final = re.compile(r"<!-- (\w+) -->\n(.*?)<!-- end -->\n", re.DOTALL)
@@ -59,47 +57,21 @@ def documents(rows: Sequence[SimulationRow]) -> dict[str, str]:
 # -- the tables -------------------------------------------------------------------------------------------------------
 
 
-def _limit(found: Results) -> str:
-    head = (
-        "case | strategy | K | split | step s (range) | × limit (range) | rule | × floor | `sync` / x | trainer idle | "
-        "uneven | staleness mean, max | moves | evictions | violations"
-    )
-    lines = []
-    for one in rows_of("limit", found):
-        first = one.results[0]
-        sync = sync_of(one.case, found)
-        cells = (
-            *setting(one),
+def _regimes(found: Results) -> str:
+    head = "answers | K | split | step s (range) | × limit (range) | bound by | trainer idle | staleness mean, max"
+    lines = [
+        (
+            one.case.label,
+            *setting(one)[2:],
             one.text(".4g", lambda r: r.step_s),
-            f"**{one.text('.3f', lambda r: r.ratio)}**".replace(" (", "** (").removesuffix("**"),
-            first.limit.rule,
-            f"{median(r.step_s / r.limit.floor_s for r in one.results):.3f}",
-            f"{sync.step_s / one.step_s:.2f}" if sync else "–",
+            one.text(".3f", lambda r: r.ratio),
+            plan_tables.TERMS[one.results[0].limit.rule],
             one.mean(".1%", lambda r: r.trainer_idle),
-            one.mean(".1%", lambda r: r.trainer_unbalanced),
             staleness(one),
-            one.mean(".0f", lambda r: r.migrations),
-            one.mean(".0f", lambda r: r.evictions),
-            str(sum(r.violations for r in one.results)),
         )
-        lines.append(cells)
-    return table(head, lines) + commands("limit", found)
-
-
-def _tail(found: Results) -> str:
-    head = (
-        "case | strategy | K | K + 1 steps, s | alone | in its batch | queued | push | grading | last micro-batch | "
-        "batch / alone"
-    )
-    lines = []
-    for one in rows_of("tail", found):
-        tail = mean_tail([r.tail for r in one.results if r.tail is not None])
-        assert tail is not None
-        parts = (tail.alone_s, tail.batch_s, tail.queue_s, tail.push_s, tail.grade_s, tail.train_s)
-        label, strategy, k, _ = setting(one)
-        ratio = f"{1 + tail.batch_s / tail.alone_s:.2f}"
-        lines.append((label, strategy, k, f"{sum(parts):.4g}", *(seconds(part) for part in parts), ratio))
-    return table(head, lines)
+        for one in rows_of("regimes", found)
+    ]
+    return table(head, lines) + commands("regimes", found)
 
 
 def _rules(found: Results) -> str:
@@ -155,7 +127,7 @@ def _sensitivity(found: Results) -> str:
     head = "change | step s (range) | × limit (range) | staleness mean, max | trainer idle"
     lines = [
         (
-            one.case.label if "limit" not in one.case.tables else "**nothing: K = 3**",
+            one.case.label if "scale" not in one.case.tables else "**nothing: K = 3**",
             one.text(".4g", lambda r: r.step_s),
             one.text(".3f", lambda r: r.ratio),
             staleness(one),
@@ -205,19 +177,29 @@ def _paper(found: Results) -> str:
     head = (
         "case | strategy | K | split | published, min | simulated, min (range) | simulated / published | trainer idle"
     )
+    rows: list[tuple[int, tuple[str, ...], Found | plan_tables.PlanFound]] = [
+        (one.rows[0].result.devices, (f"`{one.case.strategy}`", str(one.case.k), one.split), one)
+        for one in plan_tables.published(_plans())
+        if one.case.strategy != "dora" or one.case.k == 3
+    ]
+    rows += [(one.results[0].devices, setting(one)[1:], one) for one in rows_of("paper", found)]
     lines = []
-    for one in sorted(rows_of("paper", found), key=lambda one: (one.results[0].devices, one.case.strategy != "sync")):
-        published = _PUBLISHED[one.case.strategy, one.results[0].devices]
+    for devices, cells, one in sorted(rows, key=lambda row: (row[0], row[2].case.strategy != "sync")):
+        label = one.case.label if isinstance(one, Found) else f"{devices} GPUs"
+        minutes = _PUBLISHED[one.case.strategy, devices]
         lines.append(
             (
-                *setting(one),
-                f"{published:.1f}",
+                *(label, *cells, f"{minutes:.1f}"),
                 one.text(".1f", lambda r: r.step_s / 60),
-                f"{one.step_s / 60 / published:.2f}",
+                f"{one.step_s / 60 / minutes:.2f}",
                 one.mean(".0%", lambda r: r.trainer_idle),
             )
         )
     return table(head, lines) + commands("paper", found)
+
+
+def _plans() -> plan_tables.Plans:
+    return plan_tables.found_in(plans.recorded())
 
 
 def _scale(found: Results) -> str:
@@ -247,67 +229,6 @@ def _scale(found: Results) -> str:
     return table(head, lines) + commands("scale", found)
 
 
-def _targets(found: Results) -> str:
-    def of(file: str, strategy: str = "dora", k: int | None = 3, *, sets: tuple[str, ...] = ()) -> Found | None:
-        return next((one for case, one in found.items() if key(case) == (file, strategy, k, sets, "")), None)
-
-    def ratio(one: Found | None) -> float | None:
-        return one and median(r.ratio for r in one.results)
-
-    def over(one: Found | None, other: Found | None) -> float | None:
-        return one.step_s / other.step_s if one and other else None
-
-    half = next((f for c, f in found.items() if c.rules == "paper" and c.split == 64), None)
-    best = next((f for c, f in found.items() if c.rules == "paper" and c.split == 76), None)
-    big, small = of("paper-128"), of("paper-64")
-    regimes = [of("paper-64", sets=(f"lengths.regime={name}",)) for name in "ABC"]
-    stale = [fmean(r.staleness_mean for r in one.results) for one in (big, small, *regimes) if one]
-    judged: list[tuple[str, float | None, str, float]] = [
-        ("128 GPUs, K = 3: step / limit", ratio(big), "≤", 1.03),
-        ("128 GPUs, K = 3: `sync` on as many GPUs / step", over(of("paper-128", "sync", None), big), "≥", 2.3),
-        ("64 GPUs, K = 3: step / limit", ratio(small), "≤", 1.05),
-        ("64 GPUs, K = 1: step / limit", ratio(of("paper-64", k=1)), "≤", 1.2),
-        ("128 GPUs, K = 1, 76 that roll out: step / limit", ratio(of("paper-128", k=1)), "≤", 1.2),
-        *(
-            (f"64 GPUs, regime {n}, K = 3: step / limit", ratio(one), "≤", 1.05)
-            for n, one in zip("ABC", regimes, strict=True)
-        ),
-        ("128 GPUs: the paper's rules at half and half / step", over(half, big), "≥", 1.2),
-        ("128 GPUs: the paper's rules on 76 / step", over(best, big), "≥", 1.2),
-        ("largest mean staleness, K = 3, where the trainer rules", max(stale, default=None), "≤", 1.5),
-        *((f"tail-bound, K = {k}: step / limit", ratio(of("tail-bound", k=k)), "≤", 1.1) for k in (1, 2, 3)),
-        ("tail-bound, `periodic`: step / limit", ratio(of("tail-bound", "periodic", None)), "≤", 1.03),
-        ("violations of C1, C2, C3 by `dora`, all of this page", float(_violations(found)), "≤", 0),
-    ]
-    lines = []
-    for what, value, sign, bar in judged:
-        if value is not None:
-            reached = value <= bar if sign == "≤" else value >= bar
-            text = f"{value:.0f}" if bar == 0 else f"{value:.3f}"
-            lines.append((what, text, f"{sign} {bar:g}", "reached" if reached else "**missed**"))
-    return table("what | found | target | result", lines)
-
-
-def _violations(found: Results) -> int:
-    return sum(r.violations for one in found.values() for r in one.results)
-
-
-def _headline(found: Results) -> str:
-    """Return how much faster `dora` is than `sync`, or nothing while one of them is not simulated."""
-    texts = []
-    for file, num_gpus in (("paper-128", 128), ("paper-64", 64)):
-        one = next((one for case, one in found.items() if key(case) == (file, "dora", 3, (), "")), None)
-        sync = sync_of(one.case, found) if one else None
-        if one and sync:
-            texts.append(f"**{sync.step_s / one.step_s:.2f}** times as fast as `sync` on {num_gpus} GPUs")
-    return (
-        "In simulation, on the job of the paper (arXiv 2604.26256: Qwen2.5-32B, 512 × 16 answers a step), `dora` with\n"
-        f"K = 3 is {', and '.join(texts)}.\n"
-        "`sync` is our own baseline, not another framework: it has the same answers, and uses all GPUs in turn to\n"
-        f"generate and to train.{width_table.headline(found)}"
-    )
-
-
 def _calls(_: Results) -> str:
     return calls.table(calls.recorded())
 
@@ -321,13 +242,14 @@ def _paced_calls(_: Results) -> str:
 
 
 _BLOCKS: Final[dict[str, Callable[[Results], str]]] = {
-    "headline": _headline,
-    "limit": _limit,
-    "targets": _targets,
-    "tail": _tail,
+    "headline": lambda _: plan_tables.headline(_plans()),
+    "strategies": lambda _: plan_tables.strategies(_plans()),
+    "targets": lambda _: plan_tables.targets(_plans()),
+    "wider": lambda _: plan_tables.wider(_plans()),
+    "store": lambda _: plan_tables.store(_plans()),
+    "tail": lambda _: plan_tables.tail(_plans()),
+    "regimes": _regimes,
     "paper": _paper,
-    "width": width_table.widths,
-    "physics": width_table.physics,
     "rules": _rules,
     "interrupt": _interrupt,
     "sensitivity": _sensitivity,

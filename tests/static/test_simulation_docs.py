@@ -4,6 +4,7 @@ pictures of an explanation are what its command draws."""
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
 import shlex
@@ -18,6 +19,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from dora.app.plan import ask
 from dora.cli.app import app
 from dora.sim.measure import Result
 from dora.sim.sweep import simulate
@@ -63,28 +65,54 @@ def test_a_row_is_shown_once_all_of_its_seeds_are_simulated(tables: ModuleType, 
     case = next(case for case in tables.CASES if case.file == "tail-bound" and case.k == 2 and not case.sets)
     fewer = [row for row in rows if (row.command, row.seed) != (case.command, 1)]
     text = tables.documents(fewer)["docs/SIMULATION.md"]
-    shown, _, missing = text.partition("<!-- limit -->")[2].partition("<!-- end -->")[0].partition("Not simulated yet")
+    shown, _, missing = (
+        text.partition("<!-- interrupt -->")[2].partition("<!-- end -->")[0].partition("Not simulated yet")
+    )
     assert case.command not in shown
     assert case.command in missing
 
 
-def test_the_headline_says_what_is_left_of_it_when_sync_has_the_width_that_suits_it(
-    tables: ModuleType, rows: list[Any]
-) -> None:
-    def headline(chosen: list[Any]) -> str:
-        return str(tables.documents(chosen)["README.md"].partition("<!-- headline -->")[2].partition("<!-- end -->")[0])
+def test_the_headline_is_against_the_faster_of_the_on_policy_baselines(tables: ModuleType) -> None:
+    plans, plan_tables = sys.modules["plans"], sys.modules["plan_tables"]
 
-    def is_wide(row: Any) -> bool:
-        return "fleet.devices_per_instance=8" in row.command
+    def headline(**step_s: float) -> str:
+        changed = []
+        for row in plans.recorded():
+            name = f"{row.result.strategy}{row.result.max_staleness}"
+            result = msgspec.structs.replace(row.result, step_s=step_s.get(name, row.result.step_s))
+            changed.append(msgspec.structs.replace(row, result=result))
+        return str(plan_tables.headline(plan_tables.found_in(changed)))
 
-    wider_is_faster = [
-        msgspec.structs.replace(row, result=msgspec.structs.replace(row.result, step_s=400.0))
-        if is_wide(row) and "sync" in row.command
-        else row
-        for row in rows
-    ]
-    assert "With 8 GPUs a server `sync` takes 400 s a step" in headline(wider_is_faster)
-    assert "With 4 GPUs a server `sync` takes" in headline([row for row in rows if not is_wide(row)])
+    times = {"dora1": 600.0, "dora2": 500.0, "dora3": 500.0}
+    assert "**1.40** times as fast on 128 GPUs (500 s a step with K" in headline(sync0=700.0, dora0=800.0, **times)
+    assert "`sync` 700)" in headline(sync0=700.0, dora0=800.0, **times)
+    text = headline(sync0=900.0, dora0=800.0, **times)
+    assert "`periodic` 800)" in text
+    assert "Against `sync` alone it is 1.80 on 128 GPUs" in text
+
+
+def test_every_stored_plan_is_of_a_case(tables: ModuleType) -> None:
+    plans = sys.modules["plans"]
+    rows = plans.recorded()
+    assert {row.command for row in rows} <= {case.command for case in plans.CASES}
+    assert len({(row.command, row.seed) for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("index", [0, 20])
+def test_a_command_plans_what_its_case_does(tables: ModuleType, index: int) -> None:
+    case = sys.modules["plans"].CASES[index]
+    words = shlex.split(case.command)[2:]
+    options = dict(itertools.pairwise(words))
+    sets = [value for option, value in itertools.pairwise(words) if option == "--set"]
+    question = ask(ROOT / words[0], None, gpus=None, overrides=sets)
+    asked = question.workload.with_changes(
+        job={
+            "strategy": options["--strategy"],
+            "max_staleness": int(options["--k"]),
+            "steps": case.workload().job.steps,
+        }
+    )
+    assert asked == case.workload()
 
 
 def test_only_a_rule_without_which_every_seed_is_slower_is_said_to_matter(tables: ModuleType, rows: list[Any]) -> None:
