@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean, median
 from typing import Final, NamedTuple
@@ -217,7 +218,8 @@ def targets(found: Plans) -> str:
 
 def headline(found: Plans) -> str:
     """Return how much faster `dora` is than the best on-policy baseline, as far as it was searched."""
-    texts, others = [], []
+    texts: list[str] = []
+    others: list[str] = []
     for file, name in (("paper-128", "128 GPUs"), ("paper-64", "64 GPUs")):
         base, fast = _best(found, file, ON_POLICY), _best(found, file, [("dora", k) for k in (1, 2, 3)])
         sync = _best(found, file, [("sync", 0)])
@@ -225,19 +227,17 @@ def headline(found: Plans) -> str:
             continue
         label = "periodic" if base.case.strategy == "dora" else "sync"
         texts.append(
-            f"**{base.step_s / fast.step_s:.2f}** times as fast on {name} ({fast.step_s:.0f} s a step with K = "
-            f"{fast.case.k}, `{label}` {base.step_s:.0f})"
+            f"**{base.step_s / fast.step_s:.2f}** times{'' if texts else ' as fast as the best on-policy baseline'} on "
+            f"{name} ({fast.step_s:.0f} s a step with K = {fast.case.k}; `{label}` takes {base.step_s:.0f})"
         )
-        others.append(f"{sync.step_s / fast.step_s:.2f} on {name}")
-    if not texts:
-        return ""
-    return (
-        "In simulation, on the job of the paper (arXiv 2604.26256: Qwen2.5-32B, 512 × 16 answers a step), `dora` is\n"
-        f"{', and '.join(texts)}\n"
-        "as the best on-policy baseline, `sync` or `periodic`, each with the server width, split, slots and\n"
-        f"micro-batch that suit it best. Against `sync` alone it is {', and '.join(others)}. The baselines are\n"
-        "our own, in the same simulator, not other frameworks; how fast wider servers are is extrapolated, not measured."
+        others.append(f"{sync.step_s / fast.step_s:.2f} times on {name}")
+    text = (
+        "In simulation, on the job of the paper (arXiv 2604.26256: Qwen2.5-32B, 512 × 16 answers a step), `dora` is "
+        f"{', and '.join(texts)}. The baselines are `sync` and `periodic`, our own, in "
+        "the same simulator; each strategy has the server width, split, slots and micro-batch that suit it best. How "
+        f"fast wider servers are is extrapolated, not measured. Against `sync` alone it is {' and '.join(others)}."
     )
+    return textwrap.fill(text, 110) if texts else ""
 
 
 def published(found: Plans) -> list[PlanFound]:

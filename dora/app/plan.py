@@ -52,21 +52,29 @@ class Question:
     note: str  #: where lengths and times come from
     fits: Callable[[Workload], bool]  #: whether a rank has enough memory
     tables: dict[str, Any]  #: of the file, into which a plan is written
-    is_config: bool  #: whether the file is a configuration, not a workload
+    config: Config | None = None  #: if the file is a configuration, not a workload
 
     def changes(self, planned: Workload) -> dict[str, Any]:
         """Return the settings of the file that a plan changes, by dotted key."""
         old, new = _flat(self.workload), _flat(planned)
         changed = {key: value for key, value in new.items() if value != old[key]}
-        if not self.is_config:
+        if self.config is None:
             return changed
-        found = {name: changed[key] for key, name in _KEYS.items() if key in changed}
         split = {
-            "engine.instances": (self.workload.num_instances, planned.num_instances),
-            "engine.tensor_parallel": (self.workload.fleet.devices_per_instance, planned.fleet.devices_per_instance),
-            "trainer.ranks": (self.workload.train_devices, planned.train_devices),
+            "engine.tensor_parallel": planned.fleet.devices_per_instance,
+            "trainer.ranks": planned.train_devices,
+            "engine.instances": planned.num_instances,
         }
-        return {name: now for name, (before, now) in split.items() if now != before} | found
+        if self.config.nodes.expected:
+            del split["engine.instances"]  # a node has as many as its GPUs allow
+        given = {
+            "engine.tensor_parallel": self.config.engine.tensor_parallel,
+            "trainer.ranks": self.config.trainer.ranks,
+            "engine.instances": self.config.num_managed,
+        }
+        found = {name: value for name, value in split.items() if value != given[name]}
+        keys = _KEYS if self.config.kv_tokens is None else {**_KEYS, "fleet.server.kv_tokens": "engine.kv_tokens"}
+        return found | {name: changed[key] for key, name in keys.items() if key in changed}
 
     def text(self, planned: Workload) -> str:
         """Return the file with the plan in it."""
@@ -87,7 +95,7 @@ def ask(path: Path | None, recorded: Path | None, *, gpus: str | None, overrides
             raise ConfigError(f"--gpus {gpus}: is for configurations; a workload has its devices in fleet.devices")
         return _of_workload(*from_file(path), overrides)
     config = load_config(path, overrides, environ=os.environ)
-    if config.engine.urls or not config.num_managed:
+    if config.engine.urls or not (config.num_managed or config.nodes.expected):
         raise ConfigError(f"{path}: can be planned only if the run starts its servers (engine.instances)")
     tables = read_toml(path)
     for override in overrides:
@@ -101,18 +109,18 @@ def ask(path: Path | None, recorded: Path | None, *, gpus: str | None, overrides
         "trainer: `dora check CONFIG --measure FILE` measures the servers, then `dora plan FILE`\n"
     )
     workload = workload_of(config).with_changes(fleet={"widths": (1,)})
-    return Question(checked(workload, origin=str(path)), note, _always, tables, is_config=True)
+    return Question(checked(workload, origin=str(path)), note, _always, tables, config)
 
 
 def _of_workload(workload: Workload, note: str, overrides: Sequence[str]) -> Question:
     given = with_overrides(workload, overrides) if overrides else workload
     tables = without_unset(msgspec.to_builtins(given))
-    return Question(given, note, _always, tables, is_config=False)
+    return Question(given, note, _always, tables, config=None)
 
 
 def _on_gpus(config: Config, gpus: Gpus, tables: dict[str, Any], *, origin: str) -> Question:
     """Return the question of a configuration on GPUs that need not be here, with the times of an H100."""
-    if "cuda" not in (config.trainer.device, config.engine.device) or not starts_all_on_gpus(config):
+    if (config.trainer.device, config.engine.device) != ("cuda", "cuda"):
         raise ConfigError(f"--gpus {gpus}: needs engine.device and trainer.device to be cuda")
     config = fetch_small(config)
     model = model_folder(config.model.path, revision=config.model.revision)
@@ -126,14 +134,15 @@ def _on_gpus(config: Config, gpus: Gpus, tables: dict[str, Any], *, origin: str)
         tokens = max(planned.train.micro_batch_tokens, longest)
         alone = outline.forecast(tokens=tokens, longest=longest, ranks=1)
         ranks = max(1, planned.train_devices // replicate)
-        return alone.total - alone.states + -(-alone.states // ranks) <= USABLE * gpus.memory
+        is_whole = not config.nodes.expected or planned.train_devices % config.nodes.gpus == 0
+        return is_whole and alone.total - alone.states + -(-alone.states // ranks) <= USABLE * gpus.memory
 
     note = (
         f"{origin} on {gpus}: lengths of regime {workload.lengths.regime}, scaled to the token budget; times of H100s "
         f"with {BANDWIDTH / 1e12:g} TB/s and {FLOPS / 1e12:g} TFLOP/s in training, assumed, not measured: "
         "`dora check CONFIG --measure FILE` on them, then `dora plan FILE`\n"
     )
-    return Question(checked(workload, origin=origin), note, fits, tables, is_config=True)
+    return Question(workload, note, fits, tables, config)
 
 
 def _with_times(workload: Workload, config: Config, gpus: Gpus, shapes: Shapes) -> Workload:

@@ -82,7 +82,7 @@ def search(
         if not best:
             raise RunFailed("every simulation of a plan failed: the job cannot end with these lengths and faults")
         best[0] = _search_sizes(best[0], run, fits=fits)
-        longer = [_shortened(plan.workload, steps=FINAL_STEPS) for plan in best]
+        longer = [shortened(plan.workload, steps=FINAL_STEPS) for plan in best]
         final = [SimulatedPlan(plan.workload, r) for plan, r in zip(best, run(longer), strict=True) if r is not None]
     return sorted(final, key=lambda plan: plan.result.step_s)
 
@@ -136,15 +136,17 @@ def _spaces(
     for k in sorted({workload.with_changes(job={"max_staleness": k}).rules.max_staleness for k in staleness}):
         for width in widths or workload.fleet.widths:
             one = workload.with_changes(job={"max_staleness": k}).with_width(width)
-            splits, problem = _splits(one, fits=fits, origin=f"K = {k}, {width} devices a server")
+            splits, problem = splits_of(one, fits=fits, origin=f"K = {k}, {width} devices a server")
             if splits:
-                spaces.append(_Space(splits, limits([_shortened(split) for split in splits], seed=seed)))
+                spaces.append(_Space(splits, limits([shortened(split) for split in splits], seed=seed)))
             else:
                 problems += problem.split("\n")
     return spaces, problems
 
 
-def _splits(workload: Workload, *, fits: Callable[[Workload], bool], origin: str) -> tuple[list[Workload], str]:
+def splits_of(
+    workload: Workload, *, origin: str, fits: Callable[[Workload], bool] = lambda _: True
+) -> tuple[list[Workload], str]:
     """Return the workload at all of its possible splits, or why there is none."""
     fleet, problem = workload.fleet, f"{origin}: there are too few devices"
     last = fleet.devices - workload.train.devices_per_rank
@@ -186,7 +188,7 @@ def _search_splits(spaces: Sequence[_Space], run: Simulate) -> None:
 
 
 def _try(wanted: Sequence[tuple[_Space, int]], run: Simulate) -> None:
-    results = run([_shortened(space.splits[i]) for space, i in wanted])
+    results = run([shortened(space.splits[i]) for space, i in wanted])
     for (space, i), result in zip(wanted, results, strict=True):
         if result is not None:
             space.tried[i] = SimulatedPlan(space.splits[i], result)
@@ -202,13 +204,13 @@ def _search_sizes(plan: SimulatedPlan, run: Simulate, *, fits: Callable[[Workloa
         tokens = max(1, train.micro_batch_tokens * half // 2)
         changed.append(plan.workload.with_changes(train={"micro_batch_tokens": tokens}))
     changed = [workload for workload in changed if fits(workload)]
-    results = run([_shortened(workload) for workload in changed])
+    results = run([shortened(workload) for workload in changed])
     found = [SimulatedPlan(workload, r) for workload, r in zip(changed, results, strict=True) if r is not None]
     fastest = min(found, key=lambda other: other.result.step_s, default=plan)
     return fastest if WORTH * fastest.result.step_s < plan.result.step_s else plan
 
 
-def _shortened(workload: Workload, *, steps: int = MEASURED_STEPS) -> Workload:
+def shortened(workload: Workload, *, steps: int = MEASURED_STEPS) -> Workload:
     """Return the workload with as many steps as its steady state needs for `steps` of them to be measured."""
     return workload.with_changes(job={"steps": 3 * (workload.rules.max_staleness + 1) + steps})
 

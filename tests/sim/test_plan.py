@@ -9,7 +9,7 @@ import pytest
 
 from dora.errors import ConfigError
 from dora.sim.limit import limit, limits
-from dora.sim.plan import SimulatedPlan, _shortened, search
+from dora.sim.plan import SimulatedPlan, shortened, search
 from dora.sim.sweep import simulate
 from dora.sim.workload import Workload
 from tests.sim.worlds import workload
@@ -33,8 +33,8 @@ def test_it_is_within_two_percent_of_trying_everything() -> None:
         for size in range(width, 12, width):
             split = one.with_width(width).with_changes(fleet={"rollout_devices": size})
             if split.num_instances >= 3:
-                everything.append(simulate((_shortened(split), 0)).step_s)
-    again = simulate((_shortened(best.workload), 0)).step_s
+                everything.append(simulate((shortened(split), 0)).step_s)
+    again = simulate((shortened(best.workload), 0)).step_s
     assert again <= 1.02 * min(everything)
 
 
@@ -60,7 +60,7 @@ def test_it_says_why_nothing_is_possible() -> None:
 def test_a_strategy_without_a_split_has_its_best_width() -> None:
     one = small().with_changes(job={"strategy": "sync"})
     plans = found(one, staleness=[0])
-    times = {width: simulate((_shortened(one.with_width(width)), 0)).step_s for width in (1, 2, 4)}
+    times = {width: simulate((shortened(one.with_width(width)), 0)).step_s for width in (1, 2, 4)}
     assert plans[0].workload.fleet.devices_per_instance == min(times, key=lambda width: times[width])
 
 
@@ -71,7 +71,7 @@ def test_progress_counts_every_simulation() -> None:
 
 
 def test_the_limits_of_splits_are_those_of_each_alone() -> None:
-    splits = [_shortened(small().with_changes(fleet={"rollout_devices": size})) for size in (4, 7, 10)]
+    splits = [shortened(small().with_changes(fleet={"rollout_devices": size})) for size in (4, 7, 10)]
     assert limits(splits, seed=3) == [limit(split, seed=3) for split in splits]
 
 
