@@ -9,7 +9,7 @@ import pytest
 
 from dora.errors import ConfigError
 from dora.sim.limit import limit, limits
-from dora.sim.plan import SimulatedPlan, shortened, search
+from dora.sim.plan import SimulatedPlan, search, shortened
 from dora.sim.sweep import simulate
 from dora.sim.workload import Workload
 from tests.sim.worlds import workload
