@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean, median
 from typing import Final, NamedTuple
 
-from plans import CASES, SEEDS, PlanCase, PlanRow
+from plans import CASES, OBSTACLES, SEEDS, PlanCase, PlanRow
 from simulation_found import seconds, table
 
 from dora.sim.measure import Result
@@ -186,6 +186,27 @@ def tail(found: Plans) -> str:
             )
         )
     return table(head, lines)
+
+
+def obstacles(found: Plans) -> str:
+    """What stands between `dora` and twice the speed of the best on-policy plan, on 128 GPUs."""
+    head = "if | best on-policy: step s | `dora` K = 3: step s, its limit, bound by | times as fast"
+    lines = []
+    for name, sets in {"nothing changes": (), **OBSTACLES}.items():
+        base = _best(found, "paper-128", ON_POLICY, sets=sets)
+        fast = _best(found, "paper-128", [("dora", 3)], sets=sets)
+        if base is not None and fast is not None:
+            limit = fmean(row.result.limit.step_s for row in fast.rows)
+            bound = TERMS[fast.rows[0].result.limit.rule]
+            lines.append(
+                (
+                    name,
+                    f"{base.step_s:.4g}",
+                    f"{fast.step_s:.4g}, {limit:.4g}, {bound}",
+                    f"{base.step_s / fast.step_s:.2f}",
+                )
+            )
+    return table(head, lines) + _commands("obstacles", found)
 
 
 #: Step seconds of servers of one GPU with the splits of the workload file, before widths were searched, and the seeds.

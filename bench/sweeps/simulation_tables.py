@@ -246,6 +246,7 @@ _BLOCKS: Final[dict[str, Callable[[Results], str]]] = {
     "strategies": lambda _: plan_tables.strategies(_plans()),
     "targets": lambda _: plan_tables.targets(_plans()),
     "wider": lambda _: plan_tables.wider(_plans()),
+    "obstacles": lambda _: plan_tables.obstacles(_plans()),
     "store": lambda _: plan_tables.store(_plans()),
     "tail": lambda _: plan_tables.tail(_plans()),
     "regimes": _regimes,
