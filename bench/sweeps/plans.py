@@ -36,7 +36,7 @@ STEPS: Final = 40
 
 
 #: What is taken away in the table of what stands between `dora` and twice the speed of the best baseline.
-OBSTACLES: Final = {
+OBSTACLES: Final[dict[str, tuple[str, ...]]] = {
     "pushes take no time": ("fleet.push_fixed_s=0", "fleet.push_bytes_s=1e15", "fleet.store_bytes_s=1e15"),
     "updates have no fixed time": ("train.update_s=0",),
     "training is twice as fast": ("train.tokens_s_per_device=2360", "train.update_s=5.625"),
@@ -97,9 +97,9 @@ def _cases() -> Iterator[PlanCase]:
     for sets in (("fleet.store_bytes_s=50e9",), ("fleet.store_bytes_s=50e9", "fleet.relay=true")):
         for k in (1, 3):
             yield PlanCase("store", "paper-128", "dora", k, sets=sets)
-    for sets in OBSTACLES.values():
+    for changed in OBSTACLES.values():
         for k in (0, 3):
-            yield PlanCase("obstacles", "paper-128", "dora", k, sets=sets)
+            yield PlanCase("obstacles", "paper-128", "dora", k, sets=changed)
 
 
 CASES: Final = tuple(_cases())

@@ -22,6 +22,7 @@ from dora.config.load import read_toml, set_key, without_unset
 from dora.config.schema import Config
 from dora.core.decode_time import DecodeTime
 from dora.errors import ConfigError
+from dora.journal.run_folder import RunFolder
 from dora.seed.policy import model_folder
 from dora.sim.server import SimulatedServer
 from dora.sim.workload import WIDTHS, Workload, checked, with_overrides
@@ -62,7 +63,7 @@ class Question:
             return changed
         split = {
             "engine.tensor_parallel": planned.fleet.devices_per_instance,
-            "trainer.ranks": planned.train_devices,
+            "trainer.ranks": planned.num_ranks * (self.config.trainer.ranks // self.config.data_groups),
             "engine.instances": planned.num_instances,
         }
         if self.config.nodes.expected:
@@ -89,7 +90,7 @@ def ask(path: Path | None, recorded: Path | None, *, gpus: str | None, overrides
     if recorded is not None:
         if path is not None or gpus is not None:
             raise ConfigError(f"--from {recorded}: a finished run needs no file and no --gpus")
-        return _of_workload(*from_run(recorded), overrides)
+        return _of_run(recorded, overrides)
     if path is None or is_workload(path):
         if gpus is not None:
             raise ConfigError(f"--gpus {gpus}: is for configurations; a workload has its devices in fleet.devices")
@@ -110,6 +111,15 @@ def ask(path: Path | None, recorded: Path | None, *, gpus: str | None, overrides
     )
     workload = workload_of(config).with_changes(fleet={"widths": (1,)})
     return Question(checked(workload, origin=str(path)), note, _always, tables, config)
+
+
+def _of_run(folder: Path, overrides: Sequence[str]) -> Question:
+    """Return the question of a finished run, whose plan is for its configuration."""
+    workload, note = from_run(folder)
+    tables = read_toml(RunFolder(folder).config)
+    config = load_config(tables, environ=os.environ)
+    given = with_overrides(workload, overrides) if overrides else workload
+    return Question(given, note, _always, tables, config)
 
 
 def _of_workload(workload: Workload, note: str, overrides: Sequence[str]) -> Question:

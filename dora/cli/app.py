@@ -358,7 +358,10 @@ def plan(
         ),
     ] = None,
     recorded: Annotated[
-        Path | None, typer.Option("--from", metavar="DIR", help="Plan for the lengths and rates of a finished run.")
+        Path | None,
+        typer.Option(
+            "--from", metavar="DIR", help="Plan for the configuration of a finished run, with its lengths and rates."
+        ),
     ] = None,
     gpus: Annotated[
         str | None,

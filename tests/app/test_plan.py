@@ -13,6 +13,8 @@ from dora.cli.app import app
 from dora.config.load import load
 from dora.errors import ConfigError
 from dora.sim.workload import load as load_workload
+from tests.sim.test_recorded import record
+from tests.sim.worlds import workload
 
 ROOT = Path(__file__).parents[2]
 SMALL = """
@@ -102,6 +104,17 @@ def test_the_gpus_of_a_configuration_need_not_be_here(tmp_path: Path) -> None:
     assert not ask(
         config, None, gpus="8x1GB", overrides=["model.path=seed", "trainer.micro_batch_tokens=4000000"]
     ).fits(planned.with_changes(train={"micro_batch_tokens": 4_000_000}))
+
+
+def test_a_finished_run_is_planned_as_its_configuration(tmp_path: Path) -> None:
+    folder, _ = record(workload("dora", k=1), tmp_path)
+    folder.config.write_text("[engine]\ninstances = 8\n[trainer]\nranks = 4\n[rollout]\nmax_staleness = 1\n")
+    out = tmp_path / "best.toml"
+    done = plan("--from", folder.root, "--set", "fleet.devices=6", "--k", "1", "--write", out)
+    assert done.exit_code == 0, done.output
+    written = load(out, environ={})
+    assert written.num_managed + written.trainer.ranks == 6
+    assert f"    engine.instances = {written.num_managed}" in done.stdout.splitlines()
 
 
 @pytest.mark.parametrize(
