@@ -49,7 +49,8 @@ _KEYS: Final = {
 class Question:
     """What is to be planned."""
 
-    workload: Workload
+    workload: Workload  #: without a choice of a split
+    given: Workload  #: as it is given
     note: str  #: where lengths and times come from
     fits: Callable[[Workload], bool]  #: whether a rank has enough memory
     tables: dict[str, Any]  #: of the file, into which a plan is written
@@ -57,7 +58,7 @@ class Question:
 
     def changes(self, planned: Workload) -> dict[str, Any]:
         """Return the settings of the file that a plan changes, by dotted key."""
-        old, new = _flat(self.workload), _flat(planned)
+        old, new = _flat(self.given), _flat(planned)
         changed = {key: value for key, value in new.items() if value != old[key]}
         if self.config is None:
             return changed
@@ -110,7 +111,7 @@ def ask(path: Path | None, recorded: Path | None, *, gpus: str | None, overrides
         "trainer: `dora check CONFIG --measure FILE` measures the servers, then `dora plan FILE`\n"
     )
     workload = workload_of(config).with_changes(fleet={"widths": (1,)})
-    return Question(checked(workload, origin=str(path)), note, _always, tables, config)
+    return Question(checked(workload, origin=str(path)), workload, note, _always, tables, config)
 
 
 def _of_run(folder: Path, overrides: Sequence[str]) -> Question:
@@ -118,14 +119,19 @@ def _of_run(folder: Path, overrides: Sequence[str]) -> Question:
     workload, note = from_run(folder)
     tables = read_toml(RunFolder(folder).config)
     config = load_config(tables, environ=os.environ)
-    given = with_overrides(workload, overrides) if overrides else workload
-    return Question(given, note, _always, tables, config)
+    return Question(_changed(workload, overrides), workload, note, _always, tables, config)
 
 
 def _of_workload(workload: Workload, note: str, overrides: Sequence[str]) -> Question:
-    given = with_overrides(workload, overrides) if overrides else workload
-    tables = without_unset(msgspec.to_builtins(given))
-    return Question(given, note, _always, tables, config=None)
+    tables = without_unset(msgspec.to_builtins(workload))
+    return Question(_changed(workload, overrides), workload, note, _always, tables)
+
+
+def _changed(workload: Workload, overrides: Sequence[str]) -> Workload:
+    """Return the workload with the changes of --set, which may take away the devices of its split."""
+    fleet = workload.fleet
+    least = min(fleet.rollout_devices, fleet.devices_per_instance * (workload.rules.max_staleness + 1))
+    return with_overrides(workload.with_changes(fleet={"rollout_devices": least}), overrides) if overrides else workload
 
 
 def _on_gpus(config: Config, gpus: Gpus, tables: dict[str, Any], *, origin: str) -> Question:
@@ -152,7 +158,7 @@ def _on_gpus(config: Config, gpus: Gpus, tables: dict[str, Any], *, origin: str)
         f"with {BANDWIDTH / 1e12:g} TB/s and {FLOPS / 1e12:g} TFLOP/s in training, assumed, not measured: "
         "`dora check CONFIG --measure FILE` on them, then `dora plan FILE`\n"
     )
-    return Question(workload, note, fits, tables, config)
+    return Question(workload, workload, note, fits, tables, config)
 
 
 def _with_times(workload: Workload, config: Config, gpus: Gpus, shapes: Shapes) -> Workload:
@@ -173,6 +179,7 @@ def _with_times(workload: Workload, config: Config, gpus: Gpus, shapes: Shapes) 
     )
     fleet = {
         "devices": gpus.count,
+        "widths": (1,) if config.engine.kind == "embedded" else WIDTHS,
         "rollout_devices": min(workload.fleet.rollout_devices, gpus.count - 1),
         "devices_per_instance": width,
         "device_bytes": USABLE * gpus.memory,

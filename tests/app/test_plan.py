@@ -86,7 +86,7 @@ def test_a_configuration_gets_its_own_settings(tmp_path: Path) -> None:
 def test_the_gpus_of_a_configuration_need_not_be_here(tmp_path: Path) -> None:
     config = tmp_path / "job.toml"
     config.write_text(
-        '[engine]\ndevice = "cuda"\ninstances = 4\n'
+        '[engine]\nkind = "sglang"\ndevice = "cuda"\ninstances = 4\nslots = 64\n'
         '[trainer]\ndevice = "cuda"\nranks = 4\n[rollout]\nmax_staleness = 1\n'
     )
     question = ask(config, None, gpus="8x80GB", overrides=["model.path=seed"])
