@@ -101,9 +101,15 @@ def test_the_gpus_of_a_configuration_need_not_be_here(tmp_path: Path) -> None:
         "trainer.ranks": 2,
         "engine.slots": planned.fleet.server.slots,
     }
-    assert not ask(
-        config, None, gpus="8x1GB", overrides=["model.path=seed", "trainer.micro_batch_tokens=4000000"]
-    ).fits(planned.with_changes(train={"micro_batch_tokens": 4_000_000}))
+
+
+def test_ranks_that_do_not_fit_are_not_planned(tmp_path: Path) -> None:
+    config = tmp_path / "job.toml"
+    config.write_text('[engine]\ndevice = "cuda"\n[trainer]\ndevice = "cuda"\n')
+    question = ask(config, None, gpus="8x1GB", overrides=["model.path=seed"])
+    wide = question.workload.with_changes(train={"micro_batch_tokens": 4_000_000})
+    assert question.fits(question.workload)
+    assert not question.fits(wide)
 
 
 def test_a_finished_run_is_planned_as_its_configuration(tmp_path: Path) -> None:
