@@ -131,7 +131,7 @@ def test_measured_servers_are_a_workload_that_can_be_simulated(tmp_path: Path, s
     assert (result.returncode, result.stderr) == (0, "")
     assert re.search(r"\nmeasured     batch  context  tokens/s  by the fit\n {17}1 +\d+", result.stdout), result.stdout
     assert " decoding, 2 servers at the same time, beside a trainer at work: a step takes " in result.stdout
-    assert result.stdout.endswith(f"all checks passed; wrote {file}; next: dora simulate {file}\n")
+    assert result.stdout.endswith(f"all checks passed; wrote {file}; next: dora plan {file}\n")
     assert files_below(tmp_path) == {file}
     assert label_of(server) == "theirs"
     workload = load_workload(file)
