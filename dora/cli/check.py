@@ -62,9 +62,7 @@ def check(
         except OSError as err:
             raise ConfigError(f"--json {json}: cannot be written: {err.strerror}") from err
     text = "all checks passed" if checked.is_all_here else "what can be checked before the download is right"
-    say(
-        f"{text}; nothing was changed" if measure is None else f"{text}; wrote {measure}; next: dora plan {measure}"
-    )
+    say(f"{text}; nothing was changed" if measure is None else f"{text}; wrote {measure}; next: dora plan {measure}")
 
 
 def _write_measured(

@@ -1,7 +1,8 @@
 """The search for the best plan: how wide the servers are, the split, K, slots and micro-batches, on given devices.
 
 The limit of every split (dora/sim/limit.py) is cheap and says where to begin; the rest is short simulations. For each
-K, each width begins at the split with the smallest limit, unless its limit is above what another width has reached.
+K, each width begins where the limit is smallest, with some time added for decoding in batches that are not full,
+unless its limit is above what another width has reached.
 Widths that come close to the best then move to better splits at halving distances, as the step time is not smooth in
 the number of servers. The best plan of all tries other slots and micro-batches; the best ones are simulated for longer.
 
@@ -32,11 +33,13 @@ FINAL_STEPS: Final = 20
 #: The first distance between two splits is the number of splits over this number, the last one over FINEST.
 COARSEST: Final = 16
 FINEST: Final = 64
+#: Time of decoding over its bound, which assumes full batches, at the split where a search begins.
+UNFILLED: Final = 1.2
 #: Plans that are so much slower than the best of the same K move no further.
-CLOSE: Final = 1.05
+CLOSE: Final = 1.08
 #: Other slots and micro-batches must be so much faster; less is noise.
 WORTH: Final = 1.02
-#: Number of plans that a search returns.
+#: Number of plans that a search returns, unless it is told.
 BEST: Final = 3
 
 #: Simulates workloads; a run that fails has no result.
@@ -63,10 +66,11 @@ def search(
     widths: Sequence[int] = (),
     fits: Callable[[Workload], bool] = lambda _: True,
     seed: int = 0,
+    most: int = BEST,
     processes: int = 1,
     progress: Progress = lambda _: None,
 ) -> list[SimulatedPlan]:
-    """Return the best plan of each K and width, fastest first, at most BEST of them; the workload's own K, width and
+    """Return the best plan of each K and width, fastest first, at most `most` of them; the workload's own K, width and
     split are ignored. Without `widths`, those of the workload are tried.
 
     `fits` says whether a plan has enough memory, as far as the workload does not say it; `progress` is told the number
@@ -78,7 +82,7 @@ def search(
     with _simulations(processes, seed=seed, progress=progress) as run:
         for k in dict.fromkeys(space.max_staleness for space in spaces):
             _search_splits([space for space in spaces if space.max_staleness == k], run)
-        best = sorted((space.best for space in spaces if space.tried), key=lambda plan: plan.result.step_s)[:BEST]
+        best = sorted((space.best for space in spaces if space.tried), key=lambda plan: plan.result.step_s)[:most]
         if not best:
             raise RunFailed("every simulation of a plan failed: the job cannot end with these lengths and faults")
         best[0] = _search_sizes(best[0], run, fits=fits)
@@ -101,9 +105,14 @@ class _Space:
 
     @property
     def start(self) -> int:
-        """The split with the smallest limit; among equal ones, that with the least training and decoding time."""
-        terms = [(limit.step_s, limit.decode_s + limit.train_s) for limit in self.limits]
+        """The split with the smallest limit if decoding takes longer than its bound, as it does."""
+        terms = [(max(limit.step_s, UNFILLED * limit.decode_s), limit.train_s) for limit in self.limits]
         return terms.index(min(terms))
+
+    @property
+    def bound_s(self) -> float:
+        """The smallest limit."""
+        return min(limit.step_s for limit in self.limits)
 
     @property
     def place(self) -> int:
@@ -168,9 +177,9 @@ def splits_of(
 
 def _search_splits(spaces: Sequence[_Space], run: Simulate) -> None:
     """Simulate splits of all widths of one K."""
-    for space in sorted(spaces, key=lambda space: space.limits[space.start].step_s):
+    for space in sorted(spaces, key=lambda space: space.bound_s):
         reached = min((s.best.result.step_s for s in spaces if s.tried), default=float("inf"))
-        if space.limits[space.start].step_s < reached:
+        if space.bound_s < reached:
             _try([(space, space.start)], run)
     tried = [space for space in spaces if space.tried]
     distances = {id(space): max(1, len(space.splits) // COARSEST) for space in tried}
