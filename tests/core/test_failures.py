@@ -65,8 +65,8 @@ def test_no_more_pushes_run_at_once_than_allowed() -> None:
     core = Core()
     core.ready()
     core.publish(0)
-    assert [core.up(i) for i in range(3)] == [[push(0, version=0, attempt=1)], [push(1, version=0, attempt=1)], []]
-    assert push(2, version=0, attempt=1) in core.pushed(0, 0)
+    assert [core.up(i) for i in range(5)] == [*([push(i, version=0, attempt=1)] for i in range(4)), []]
+    assert push(4, version=0, attempt=1) in core.pushed(0, 0)
 
 
 # -- instances --------------------------------------------------------------------------------------------------------

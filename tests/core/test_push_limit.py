@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dora.core.push_limit import FIRST, PATIENCE, PushLimit
+from dora.core.push_limit import PATIENCE, PushLimit
 
 LINK_S = 8.0
 
@@ -27,12 +27,12 @@ def waves(limit: PushLimit, *, store: float, instances: int, count: int) -> list
     return found
 
 
-@pytest.mark.parametrize(("store", "found"), [(1.5, 2), (4.0, 4), (6.0, 8), (25.0, 32), (1000.0, 128)])
+@pytest.mark.parametrize(("store", "found"), [(0.2, 1), (1.5, 2), (4.0, 4), (6.0, 8), (25.0, 32), (1000.0, 128)])
 def test_it_finds_what_the_store_carries(store: float, found: int) -> None:
     reached = waves(PushLimit(), store=store, instances=64, count=60)
     usual = max(set(reached), key=reached.count)
     assert usual == found
-    assert max(reached) <= 2 * found
+    assert max(reached[10:]) <= 2 * found
 
 
 def test_it_grows_again_when_the_store_carries_more() -> None:
@@ -45,14 +45,13 @@ def test_it_grows_again_when_the_store_carries_more() -> None:
 def test_a_fleet_that_is_too_small_to_try_more_teaches_nothing() -> None:
     limit = PushLimit()
     assert waves(limit, store=1000, instances=2, count=10)[-1] == 4
+    assert waves(limit, store=0.1, instances=2, count=10)[-1] == 4
 
 
-def test_pushes_that_fail_together_lower_it_but_not_below_the_first() -> None:
-    limit = PushLimit()
-    waves(limit, store=1000, instances=16, count=3)
-    assert limit.limit == 32
-    limit.failed(among=20)
-    for at_once in (32, 16, 8, 4, 2, 2):
-        assert limit.limit == at_once
-        limit.failed(among=at_once)
-    assert limit.limit == FIRST
+def test_pushes_that_fail_together_halve_it() -> None:
+    limit = PushLimit(limit=8)
+    limit.failed(among=5)
+    assert limit.limit == 8
+    for left in (4, 2, 1, 1):
+        limit.failed(among=limit.limit)
+        assert limit.limit == left
