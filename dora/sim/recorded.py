@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapreplace
 from pathlib import Path
-from statistics import mean, median, pstdev
+from statistics import fmean, median
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -239,7 +239,7 @@ def _workload(record: RecordedRun) -> Workload:
         train=TrainerModel(
             tokens_s_per_device=record.wave_tokens / max(record.wave_s, 1e-9),
             updates=settings.updates,
-            update_s=mean(record.update_s[1:] or record.update_s),  # the first one allocates the optimizer's memory
+            update_s=fmean(record.update_s[1:] or record.update_s),  # the first one allocates the optimizer's memory
             micro_batch_tokens=settings.micro_batch_tokens,
             publish_bytes_s=record.num_bytes / max(1e-9, median(record.publish_s or [0.0])),
         ),
@@ -249,8 +249,9 @@ def _workload(record: RecordedRun) -> Workload:
 
 def _grade(record: RecordedRun) -> GradingModel:
     """Fit a log-normal to the measured mean and deviation, which determine the length of a queue."""
-    mean_s = mean(record.grading_s)
-    sigma = math.sqrt(math.log1p((pstdev(record.grading_s) / mean_s) ** 2))
+    mean_s = fmean(record.grading_s)
+    variance = fmean([(seconds - mean_s) ** 2 for seconds in record.grading_s])
+    sigma = math.sqrt(math.log1p(variance / mean_s**2))
     return GradingModel(median_s=mean_s * math.exp(-(sigma**2) / 2), sigma=sigma, workers=record.graders)
 
 
@@ -269,7 +270,7 @@ def _fleet(record: RecordedRun) -> FleetModel:
             prefill_s_per_token=prefill_s,
         ),
         weight_bytes=float(record.num_bytes),
-        push_fixed_s=mean(record.push_s),
+        push_fixed_s=fmean(record.push_s),
         push_bytes_s=_AT_ONCE,
         store_bytes_s=_AT_ONCE,
         answer_s=answer_s,
