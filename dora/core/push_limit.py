@@ -28,6 +28,7 @@ class PushLimit:
     limit: int = FIRST
     under_way_s: float = 0.0  #: seconds of pushes under way, summed over them
     _at: float = 0.0  # until when they are counted
+    _since: float = -1.0  # when the limit changed: pushes that began before tell nothing about it
     _is_falling: bool = False  # twice as many were tried last, else half as many
     _carried: float = 0.0  # pushes per second with that number; 0: to be doubled whatever is carried
     _patience: int = 1  # pushes to be seen before the next change, in units of `limit`
@@ -40,12 +41,12 @@ class PushLimit:
         self.under_way_s += under_way * (now - self._at)
         self._at = now
 
-    def learn(self, took_s: float, *, among: float) -> None:
-        """Take the time of a push that succeeded, while `among` were under way on average, itself included."""
-        if among < FULL * self.limit:
+    def learn(self, began: float, ended: float, *, among: float) -> None:
+        """Take the times of a push that succeeded, while `among` were under way on average, itself included."""
+        if began <= self._since or among < FULL * self.limit:
             return
         self._count += 1
-        self._took_s += took_s
+        self._took_s += ended - began
         self._among += among
         if self._count >= self._patience * self.limit:
             self._judge(self._among / max(self._took_s, 1e-9))
@@ -66,7 +67,7 @@ class PushLimit:
             self._try(self.limit // 2 if self._is_falling else 2 * self.limit, carried)
 
     def _try(self, limit: int, carried: float) -> None:
-        self.limit, self._carried, self._patience = limit, carried, 1
+        self.limit, self._carried, self._patience, self._since = limit, carried, 1, self._at
         self._count, self._took_s, self._among = 0, 0.0, 0.0
 
     def _found(self, limit: int) -> None:

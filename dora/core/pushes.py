@@ -54,7 +54,8 @@ def timed(state: State, instance: Instance) -> None:
     took_s = state.now - instance.push_at
     state.num_pushed += 1
     state.push_s += (took_s - state.push_s) / state.num_pushed
-    state.push_limit.learn(took_s, among=_among(state, instance))
+    among = _among(state, instance)
+    state.push_limit.learn(instance.push_at, state.now, among=among)
 
 
 def failed(state: State, instance: Instance) -> None:

@@ -14,14 +14,16 @@ def waves(limit: PushLimit, *, store: float, instances: int, count: int) -> list
 
     Return the limit after each time.
     """
-    found = []
+    found, now = [], limit._since + 1.0
     for _ in range(count):
         left = instances
         while left:
             among = min(left, limit.limit)
             took_s = LINK_S * max(1.0, among / store)
+            limit.reach(now + took_s, under_way=among)
             for _ in range(among):
-                limit.learn(took_s, among=among)
+                limit.learn(now, now + took_s, among=among)
+            now += took_s + 0.1
             left -= among
         found.append(limit.limit)
     return found
