@@ -128,7 +128,7 @@ def test_only_a_rule_without_which_every_seed_is_slower_is_said_to_matter(tables
         assert tables._against(found, "tail-bound", ("some",)).startswith("**") is is_bold
 
 
-@pytest.mark.parametrize("strategy", ["dora", "sync"])
+@pytest.mark.parametrize("strategy", ["dora", "partial"])
 def test_a_command_simulates_what_its_case_does(tables: ModuleType, strategy: str, tmp_path: Path) -> None:
     chosen = [case for case in tables.CASES if (case.file, case.strategy) == ("tail-bound", strategy)]
     case = replace(chosen[-1], steps=8, seeds=1)
