@@ -78,7 +78,7 @@ def _bases() -> Iterator[SimulationCase]:
     for k in (1, 2, 3):
         tables = "interrupt peers rules" if k == 2 else "interrupt peers"
         yield _case(tables, "tail-bound", "tail-bound", k=k, split=8)
-    yield _case("interrupt peers scale rules", "128 GPUs", "paper-128", k=3, split=66)
+    yield _case("interrupt scale rules", "128 GPUs", "paper-128", k=3, split=66)
     yield _case("interrupt scale sensitivity", "64 GPUs", "paper-64", k=3, split=36)
     for file, label in (("paper-128", "128 GPUs"), ("paper-64", "64 GPUs")):
         yield _case("scale", label, file, "sync")
@@ -120,14 +120,14 @@ def _interrupts() -> Iterator[SimulationCase]:
 
 
 def _peers() -> Iterator[SimulationCase]:
-    """The rules of other systems, as far as ours express them, also at a split with more servers."""
+    """The rules of other systems, as far as ours express them, on 128 GPUs at several splits."""
     presets = (("dora", "psrl"), ("partial_bounded", "psrl"), ("partial", "areal"))
     for strategy, rules in presets:
         for k in (1, 2, 3):
             yield _case("peers", "tail-bound", "tail-bound", strategy, k=k, split=8, rules=rules)
-        yield _case("peers", "128 GPUs", "paper-128", strategy, k=3, split=66, rules=rules)
     for strategy, rules in (("dora", ""), *presets):
-        yield _case("peers", "128 GPUs", "paper-128", strategy, k=3, split=72, rules=rules, seeds=1)
+        for split in (66, 70, 74):
+            yield _case("peers", "128 GPUs", "paper-128", strategy, k=3, split=split, rules=rules, seeds=1)
 
 
 def _sensitivity() -> Iterator[SimulationCase]:
