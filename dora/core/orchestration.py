@@ -48,9 +48,7 @@ PAPER: Final = Orchestration(
 )
 #: PSRL's rules (arXiv 2601.12784), as far as switches express them: each group reserves the last step that it may join,
 #: which is F alone; whole batches; new prompts for any version that may still take them; requests stay where they are.
-PSRL: Final = Orchestration(
-    streaming=False, consolidation=False, window="open", tail_care=False, hysteresis=False, refill=True
-)
+PSRL: Final = Orchestration(streaming=False, consolidation=False, window="open", refill=True)
 #: AReaL's rules (arXiv 2505.24298): whole batches. The rest is the strategy `partial`.
 AREAL: Final = Orchestration(streaming=False)
 #: Rules of other systems by the names that `job.rules` accepts beside `dora`.
