@@ -76,7 +76,8 @@ def without(rule: str) -> tuple[str, ...]:
 def _bases() -> Iterator[SimulationCase]:
     """What the tables compare with."""
     for k in (1, 2, 3):
-        yield _case("interrupt rules" if k == 2 else "interrupt", "tail-bound", "tail-bound", k=k, split=8)
+        tables = "interrupt peers rules" if k == 2 else "interrupt peers"
+        yield _case(tables, "tail-bound", "tail-bound", k=k, split=8)
     yield _case("interrupt scale rules", "128 GPUs", "paper-128", k=3, split=66)
     yield _case("interrupt scale sensitivity", "64 GPUs", "paper-64", k=3, split=36)
     for file, label in (("paper-128", "128 GPUs"), ("paper-64", "64 GPUs")):
@@ -118,6 +119,17 @@ def _interrupts() -> Iterator[SimulationCase]:
         yield _case("interrupt", label, file, "oversample", split=40 if split == 36 else 68)
 
 
+def _peers() -> Iterator[SimulationCase]:
+    """The rules of other systems, as far as ours express them, on 128 GPUs at several splits."""
+    presets = (("dora", "psrl"), ("partial_bounded", "psrl"), ("partial", "areal"))
+    for strategy, rules in presets:
+        for k in (1, 2, 3):
+            yield _case("peers", "tail-bound", "tail-bound", strategy, k=k, split=8, rules=rules)
+    for strategy, rules in (("dora", ""), *presets):
+        for split in (66, 70, 74):
+            yield _case("peers", "128 GPUs", "paper-128", strategy, k=3, split=split, rules=rules, seeds=1)
+
+
 def _sensitivity() -> Iterator[SimulationCase]:
     """One thing changed at a time."""
     changes = {
@@ -151,7 +163,17 @@ def _scale() -> Iterator[SimulationCase]:
 #: The short ones first, then the most important.
 CASES: Final = tuple(
     sorted(
-        (*_bases(), *_regimes(), *_paper(), *_agents(), *_rules(), *_interrupts(), *_scale(), *_sensitivity()),
+        (
+            *_bases(),
+            *_regimes(),
+            *_paper(),
+            *_agents(),
+            *_rules(),
+            *_interrupts(),
+            *_peers(),
+            *_scale(),
+            *_sensitivity(),
+        ),
         key=lambda case: case.file != "tail-bound",
     )
 )

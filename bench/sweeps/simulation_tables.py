@@ -123,6 +123,29 @@ def _interrupt(found: Results) -> str:
     return table(head, lines) + commands("interrupt", found)
 
 
+def _peers(found: Results) -> str:
+    head = (
+        "case | strategy | rules | K | split | step s (range) | × limit | staleness mean, max | C1: mixed answers | "
+        "C3: groups beyond K | trainer idle"
+    )
+    lines = []
+    rows = rows_of("peers", found)
+    for one in sorted(rows, key=lambda one: (one.case.file != "tail-bound", one.case.split or 0, one.case.k or 0)):
+        case, strategy, k, split = setting(one)
+        lines.append(
+            (
+                *(case, strategy, f"`{one.case.rules or 'dora'}`", k, split),
+                one.text(".4g", lambda r: r.step_s),
+                f"{median(r.ratio for r in one.results):.3f}",
+                staleness(one),
+                one.mean(".1%", lambda r: r.mixed_share),
+                one.mean(".1%", lambda r: r.beyond_share),
+                one.mean(".1%", lambda r: r.trainer_idle),
+            )
+        )
+    return table(head, lines) + commands("peers", found)
+
+
 def _sensitivity(found: Results) -> str:
     head = "change | step s (range) | × limit (range) | staleness mean, max | trainer idle"
     lines = [
@@ -253,6 +276,7 @@ _BLOCKS: Final[dict[str, Callable[[Results], str]]] = {
     "paper": _paper,
     "rules": _rules,
     "interrupt": _interrupt,
+    "peers": _peers,
     "sensitivity": _sensitivity,
     "agent": _agent,
     "scale": _scale,

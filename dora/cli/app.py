@@ -313,7 +313,7 @@ def simulate(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the workload, e.g. fleet.push_fixed_s=10."),
     ] = None,
-    rules: Annotated[str, typer.Option(help="Placement rules: dora, paper, or both, separated by a comma.")] = "",
+    rules: Annotated[str, typer.Option(help="Placement rules, separated by commas: dora, paper, psrl, areal.")] = "",
     ablate: Annotated[
         bool, typer.Option("--ablate", help="Also simulate with each placement rule turned off.")
     ] = False,

@@ -1,4 +1,4 @@
-"""Switches for the orchestrator's rules (docs/SIMULATION.md): DORA's own rules, without some of them, or the paper's.
+"""Switches for the orchestrator's rules (docs/SIMULATION.md): DORA's own, without some of them, or another system's.
 
 Runs have the defaults; workload files choose others. Invariant: C1, C2, C3 and liveness hold with any of them; they
 change only time and staleness, and `dora simulate --ablate` shows by how much.
@@ -46,12 +46,21 @@ SWITCHES: Final[dict[str, dict[str, bool | str]]] = {
 PAPER: Final = Orchestration(
     kv_floor=False, kv_overcommit=False, window="fixed", tail_care=False, hysteresis=False, refill=True
 )
+#: PSRL's rules (arXiv 2601.12784), as far as switches express them: each group reserves the last step that it may join,
+#: which is F alone; whole batches; new prompts for any version that may still take them; requests stay where they are.
+PSRL: Final = Orchestration(streaming=False, consolidation=False, window="open", refill=True)
+#: AReaL's rules (arXiv 2505.24298): whole batches. The rest is the strategy `partial`.
+AREAL: Final = Orchestration(streaming=False)
+#: Rules of other systems by the names that `job.rules` accepts beside `dora`.
+NAMED: Final = {"paper": PAPER, "psrl": PSRL, "areal": AREAL}
+#: All names that `job.rules` accepts.
+RULES: Final = ("dora", *NAMED)
 
 
 def orchestration_of(
     rules: str, *, without: Sequence[str] = (), refill: bool = False, calls: Calls = "release"
 ) -> Orchestration:
-    """Return the rules named `dora` or `paper`, without those that are switched off."""
-    chosen = PAPER if rules == "paper" else Orchestration(refill=refill)
+    """Return the rules with this name, without those that are switched off."""
+    chosen = NAMED.get(rules) or Orchestration(refill=refill)
     changes = {key: value for name in without for key, value in SWITCHES[name].items()}
     return msgspec.structs.replace(chosen, calls=calls, **changes)

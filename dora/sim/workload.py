@@ -14,7 +14,7 @@ import msgspec
 
 from dora.config.load import read_toml, set_key
 from dora.core.decode_time import DecodeTime
-from dora.core.orchestration import SWITCHES, Calls, Orchestration, orchestration_of
+from dora.core.orchestration import RULES, SWITCHES, Calls, Orchestration, orchestration_of
 from dora.core.strategies import STRATEGIES, Pause, Rules, Settings, rules_of
 from dora.errors import ConfigError
 from dora.sim.answers import REGIMES, Answers, SimulatedGroup, cap_of
@@ -55,7 +55,7 @@ class JobModel(_Part, frozen=True):
     filter_zero_variance: bool = False
     eval_samples: int = 0  #: number of held-out answers in each evaluation
     eval_every: int = 0  #: steps between evaluations; 0: only the first and the last version
-    rules: str = "dora"  #: or "paper"
+    rules: str = "dora"  #: or those of another system: paper, psrl, areal
     without: tuple[str, ...] = ()  #: placement rules to turn off
     refill: bool = False
     calls: Calls = "release"  #: what an answer holds while it calls a tool
@@ -315,8 +315,8 @@ def _problems(workload: Workload) -> list[str]:
     job, fleet, lengths = workload.job, workload.fleet, workload.lengths
     if job.strategy not in STRATEGIES:
         return [f"job.strategy: {job.strategy!r} is not simulated; use one of {', '.join(STRATEGIES)}"]
-    if job.rules not in ("dora", "paper") or not set(job.without) <= set(SWITCHES):
-        return [f"job.rules: must be `dora` or `paper`; job.without: use any of {', '.join(SWITCHES)}"]
+    if job.rules not in RULES or not set(job.without) <= set(SWITCHES):
+        return [f"job.rules: must be one of {', '.join(RULES)}; job.without: use any of {', '.join(SWITCHES)}"]
     if lengths.regime not in {*REGIMES, "C", "recorded"}:
         return [f"lengths.regime: unknown regime {lengths.regime!r}; use A, B, C, D, S or recorded"]
     sizes = {len(lengths.prompts), len(lengths.answers), len(lengths.rewards)}

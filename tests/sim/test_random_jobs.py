@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dora.core.decode_time import DecodeTime
-from dora.core.orchestration import SWITCHES
+from dora.core.orchestration import RULES, SWITCHES
 from dora.core.phases import GroupPhase
 from dora.core.strategies import STRATEGIES
 from dora.errors import ConfigError, RunFailed
@@ -32,7 +32,7 @@ def drawn(seed: int) -> Workload:
         **{"steps": r.randint(2, 10), "groups_per_step": r.choice([1, 3, 8]), "group_size": r.choice([2, 4])},
         **{"filter_zero_variance": r.random() < 0.3, "refill": r.random() < 0.3},
         **{"eval_samples": r.choice([0, 1, 30]), "eval_every": r.choice([0, 1, 3])},
-        **{"rules": r.choice(["dora", "paper"]), "without": tuple(r.sample(list(SWITCHES), r.choice([0, 0, 3])))},
+        **{"rules": r.choice(RULES), "without": tuple(r.sample(list(SWITCHES), r.choice([0, 0, 3])))},
     }
     server = SimulatedServer(
         slots=r.choice([2, 8, 32]),
