@@ -28,7 +28,7 @@ CALLS: Final = ("keep", "pinned", "release")
 IN_FLIGHT = ["partial", "partial_bounded", "partial_sync"]
 _ROOT = Path(__file__).parents[2]
 _RUNS = 200
-_ANY_NUMBER = pytest.mark.parametrize("runs", [80, pytest.param(_RUNS, marks=pytest.mark.deep)])
+_ANY_NUMBER = pytest.mark.parametrize("runs", [72, pytest.param(_RUNS, marks=pytest.mark.deep)])
 _SAMPLE = range(0, _RUNS, 40)
 #: What the sweep would be blind without.
 _KINDS = {
