@@ -258,7 +258,7 @@ def headline(found: Plans) -> str:
         "the same simulator; each strategy has the server width, split, slots and micro-batch that suit it best. How "
         f"fast wider servers are is extrapolated, not measured. Against `sync` alone it is {' and '.join(others)}."
     )
-    return textwrap.fill(text, 110) if texts else ""
+    return textwrap.fill(text, 110, break_on_hyphens=False) if texts else ""
 
 
 def published(found: Plans) -> list[PlanFound]:
