@@ -93,7 +93,7 @@ def singles(base: Workload, lengths: list[int]) -> Workload:
 
 
 def ours(one: Workload, seed: int) -> float:
-    """Return the seconds of a step of ours."""
+    """Return the seconds of a step in DORA's simulator."""
     world = World(one, seed=seed)
     world.run()
     return mean_step([mark.at for mark in world.measure.marks], k=one.job.max_staleness)

@@ -35,7 +35,7 @@ SEEDS: Final = 3
 STEPS: Final = 40
 
 
-#: What is taken away in the table of what stands between `dora` and twice the speed of the best baseline.
+#: Obstacles to twice the speed of the best baseline, and the settings that remove each.
 OBSTACLES: Final[dict[str, tuple[str, ...]]] = {
     "pushes take no time": ("fleet.push_fixed_s=0", "fleet.push_bytes_s=1e15", "fleet.store_bytes_s=1e15"),
     "updates have no fixed time": ("train.update_s=0",),

@@ -23,6 +23,7 @@ from simulation_found import (
     Results,
     SimulationRow,
     commands,
+    key,
     missing,
     rows_of,
     setting,
@@ -221,6 +222,11 @@ def _paper(found: Results) -> str:
     return table(head, lines) + commands("paper", found)
 
 
+def _targets(found: Results) -> str:
+    own = [one for case, one in found.items() if key(case) == ("tail-bound", "dora", case.k, (), "")]
+    return plan_tables.targets(_plans(), {one.case.k or 0: one.step_s for one in own})
+
+
 def _plans() -> plan_tables.Plans:
     return plan_tables.found_in(plans.recorded())
 
@@ -267,7 +273,7 @@ def _paced_calls(_: Results) -> str:
 _BLOCKS: Final[dict[str, Callable[[Results], str]]] = {
     "headline": lambda _: plan_tables.headline(_plans()),
     "strategies": lambda _: plan_tables.strategies(_plans()),
-    "targets": lambda _: plan_tables.targets(_plans()),
+    "targets": _targets,
     "wider": lambda _: plan_tables.wider(_plans()),
     "obstacles": lambda _: plan_tables.obstacles(_plans()),
     "store": lambda _: plan_tables.store(_plans()),

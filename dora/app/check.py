@@ -93,7 +93,6 @@ async def check(
         report("not checked", "prompts, rewards, trainer and servers: they need what dora run will download")
         report_job(config, report)
         return Checked(is_all_here=False)
-    speeds: ServerSpeeds | None = None
     async with AsyncExitStack() as stack:
         inputs, episodes = await enter_inputs(stack, config)
         settings = settings_of(config, eval_prompt_tokens=inputs.evaluations.prompt_tokens)
@@ -125,42 +124,78 @@ async def check(
         for topic, text in trained.lines:
             report(topic, text)
         report("checkpoint", await asyncio.to_thread(_check_checkpoint, config, inputs, trained.checkpoint_bytes))
-        streams = 8 if measure is None else allow_open_files(config.num_instances * (config.slots or 1))
-        engine = await stack.enter_async_context(open_engine(config, max_connections=streams))
-        async with _servers(config, inputs, engine, all_managed=measure is not None) as urls:
-            servers = [await _check_server(config, inputs, engine, url, trained, report=report) for url in urls]
-            if graders.training is None or episodes is not None:
-                report("sample", "none: an answer would be a single turn, and only a run plays whole episodes")
-            else:
-                samples = await _sample(config, inputs, graders.training, engine, urls[0])
-                for topic, text in samples.lines:
-                    report(topic, text)
-                if samples.has_failed:
-                    raise ConfigError("task.rewards: a reward failed on the answer above; correct it, then check again")
-            if push:
-                set_umask(config.run.group)
-                held = [server.held for server in servers]
-                await push_once(config, model=inputs.model, engine=engine, servers=held)
-                for url in urls:
-                    report("push", f"{url}: loaded the model from the version store; its label is restored")
-            if measure is not None:
-                set_umask(config.run.group)
-                beside = shares_cores(config)
-                if beside:
-                    measure("starting a trainer")
-                async with working_trainer(config, inputs.model) if beside else nullcontext():
-                    speeds = await measure_speeds(
-                        config,
-                        model=inputs.model,
-                        vocab_size=inputs.vocab_size,
-                        engine=engine,
-                        servers=servers,
-                        show=measure,
-                        beside_trainer=beside,
-                    )
+        speeds = await _check_servers(
+            config,
+            inputs,
+            graders.training if episodes is None else None,
+            trained,
+            report=report,
+            push=push,
+            measure=measure,
+        )
     num_samples = len(settings.eval_prompt_tokens)
     _report_plan(config, inputs, num_samples=num_samples, report=report)
     return Checked(is_all_here=True, speeds=speeds, eval_samples=num_samples)
+
+
+async def _check_servers(
+    config: Config,
+    inputs: Inputs,
+    grader: GraderPool | None,
+    trained: CheckedTrainer,
+    *,
+    report: Report,
+    push: bool,
+    measure: Callable[[str], None] | None,
+) -> ServerSpeeds | None:
+    """Start or contact the servers and check them, with a sample if it can be graded; return their speeds if they were
+    to be measured."""
+    streams = 8 if measure is None else allow_open_files(config.num_instances * (config.slots or 1))
+    async with (
+        open_engine(config, max_connections=streams) as engine,
+        _servers(config, inputs, engine, all_managed=measure is not None) as urls,
+    ):
+        servers = [await _check_server(config, inputs, engine, url, trained, report=report) for url in urls]
+        if grader is None:
+            report("sample", "none: an answer would be a single turn, and only a run plays whole episodes")
+        else:
+            samples = await _sample(config, inputs, grader, engine, urls[0])
+            for topic, text in samples.lines:
+                report(topic, text)
+            if samples.has_failed:
+                raise ConfigError("task.rewards: a reward failed on the answer above; correct it, then check again")
+        if push:
+            set_umask(config.run.group)
+            held = [server.held for server in servers]
+            await push_once(config, model=inputs.model, engine=engine, servers=held)
+            for url in urls:
+                report("push", f"{url}: loaded the model from the version store; its label is restored")
+        return None if measure is None else await _measure(config, inputs, engine, servers, show=measure)
+
+
+async def _measure(
+    config: Config,
+    inputs: Inputs,
+    engine: InferenceEngine,
+    servers: Sequence[MeasuredServer],
+    *,
+    show: Callable[[str], None],
+) -> ServerSpeeds:
+    """Measure the servers, beside a trainer if a run has one on the same cores."""
+    set_umask(config.run.group)
+    beside = shares_cores(config)
+    if beside:
+        show("starting a trainer")
+    async with working_trainer(config, inputs.model) if beside else nullcontext():
+        return await measure_speeds(
+            config,
+            model=inputs.model,
+            vocab_size=inputs.vocab_size,
+            engine=engine,
+            servers=servers,
+            show=show,
+            beside_trainer=beside,
+        )
 
 
 async def _check_rewards(config: Config, inputs: Inputs, graders: Graders, *, report: Report) -> None:

@@ -1,6 +1,6 @@
 """Defines the command line: commands, options, help texts and exit codes. Each command is implemented in its own file;
-the options of `dora instances`, of commands that run one process of a run, and of those before the first run are in
-instance_commands.py, processes.py and start_commands.py.
+the options of `dora instances`, of commands that run one process of a run, of those before the first run, and of those
+that need a workload are in instance_commands.py, processes.py, start_commands.py and workload_commands.py.
 
 Exit codes: 0 success, 1 failure, 2 invalid input, 3 the audit (in `dora audit`, or at the end of `dora run`) found a
 violation of C1, C2 or C3 that is not by design of the strategy, 130 interrupted. Errors are printed as one line per
@@ -21,10 +21,11 @@ import typer
 from dora.cli.folder_commands import folders
 from dora.cli.instance_commands import instances
 from dora.cli.job_options import Answer, ConfigPath, Data, Model, Overrides, Prompt, Reward, TrustFolder, with_shorthand
-from dora.cli.output import say, tell, tolerate_full_disk
-from dora.cli.processes import Seed, TimeScale, WorkloadPath, processes
+from dora.cli.output import say, say_preparing, tell, tolerate_full_disk
+from dora.cli.processes import processes
 from dora.cli.start_commands import start
 from dora.cli.usage import UsageError, describe, is_request_for_help
+from dora.cli.workload_commands import workloads
 from dora.errors import ConfigError, DoraError, InvariantViolation
 
 #: Errors of the operating system that a program cannot prevent, but a user may be able to fix.
@@ -117,7 +118,7 @@ def run(
 ) -> None:
     """Train a policy. Without a configuration file: the small arithmetic example, on this machine's CPU."""
     tolerate_full_disk()
-    _say_preparing()
+    say_preparing()
     from dora.cli.run import run as command
 
     if resume is not None and any((data, prompt, answer, reward)):
@@ -176,7 +177,7 @@ def evaluate(
 
     Prints the score of each set, and writes them into results.json of a run folder.
     """
-    _say_preparing()
+    say_preparing()
     from dora.cli.evaluate import evaluate as command
     from dora.cli.evaluate import resume as continue_evaluation
 
@@ -198,12 +199,6 @@ def evaluate(
         raise ConfigError("--resume: an evaluation keeps its own configuration; omit CONFIG.toml and other options")
     else:
         continue_evaluation(resume, settings, trust_folder=trust_folder)
-
-
-def _say_preparing() -> None:
-    """At a terminal, say that preparing takes some seconds; there is no other output until the run folder exists."""
-    if sys.stdout.isatty():
-        say("preparing: modules, configuration, model and prompts")
 
 
 @app.command()
@@ -287,150 +282,7 @@ app.add_typer(folders)  # without a name: as if they were defined here
 app.add_typer(instances, name="instances")
 app.add_typer(processes)
 app.add_typer(start)
-
-
-@app.command()
-def simulate(
-    workload: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="WORKLOAD.toml|CONFIG.toml", help="Workload or configuration file (default: a built-in example)."
-        ),
-    ] = None,
-    recorded: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="DIR", help="Simulate a finished run, with its own lengths and rates."),
-    ] = None,
-    strategy: Annotated[str, typer.Option(help="Values of rollout.strategy, separated by commas.")] = "",
-    k: Annotated[str, typer.Option(help="Values of max_staleness, separated by commas.")] = "",
-    split: Annotated[
-        str, typer.Option(help="Numbers of devices for rollout, separated by commas; `dora plan` searches the best.")
-    ] = "",
-    instances: Annotated[
-        str, typer.Option(help="Numbers of instances, separated by commas; the trainer keeps its devices.")
-    ] = "",
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the workload, e.g. fleet.push_fixed_s=10."),
-    ] = None,
-    rules: Annotated[str, typer.Option(help="Placement rules, separated by commas: dora, paper, psrl, areal.")] = "",
-    ablate: Annotated[
-        bool, typer.Option("--ablate", help="Also simulate with each placement rule turned off.")
-    ] = False,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds: 0, 1, ...")] = 1,
-    steps: Annotated[int | None, typer.Option(min=2, help="Number of training steps.")] = None,
-    wide: Annotated[bool, typer.Option("--wide", help="Print all columns of the table.")] = False,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all results to this file.")] = None,
-    pictures: Annotated[Path | None, typer.Option(metavar="DIR", help="Write SVG pictures to this folder.")] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="Worker processes (default: up to 2).")] = None,
-) -> None:
-    """Simulate a job in virtual time with the real decision core.
-
-    Every combination of the listed values is simulated.
-    """
-    from dora.cli.simulate import simulate as command
-
-    command(
-        workload,
-        recorded=recorded,
-        overrides=overrides or [],
-        strategies=[name for name in strategy.split(",") if name],
-        staleness=_numbers(k, "--k"),
-        splits=_numbers(split, "--split"),
-        instances=_numbers(instances, "--instances"),
-        rules=[name for name in rules.split(",") if name],
-        ablate=ablate,
-        seeds=seeds,
-        steps=steps,
-        wide=wide,
-        json=json,
-        pictures=pictures,
-        processes=processes,
-    )
-
-
-@app.command()
-def plan(
-    workload: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="WORKLOAD.toml|CONFIG.toml", help="Workload or configuration file (default: a built-in example)."
-        ),
-    ] = None,
-    recorded: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", metavar="DIR", help="Plan for the configuration of a finished run, with its lengths and rates."
-        ),
-    ] = None,
-    gpus: Annotated[
-        str | None,
-        typer.Option(metavar="NUMBERxMEMORY", help="GPUs of a configuration, such as 8x80GB; they need not be here."),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the file. May be repeated."),
-    ] = None,
-    strategy: Annotated[str | None, typer.Option(help="Another rollout.strategy than the file's.")] = None,
-    k: Annotated[str, typer.Option(help="Values of K, separated by commas (default: 0 to max_staleness).")] = "",
-    widths: Annotated[str, typer.Option(help="GPUs of a server, separated by commas (default: fleet.widths).")] = "",
-    seed: Seed = 0,
-    write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the file with the best plan to FILE.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the FILE of --write.")] = False,
-    processes: Annotated[int | None, typer.Option(min=1, help="Worker processes (default: up to 2).")] = None,
-) -> None:
-    """Search the best use of given GPUs, by simulation.
-
-    Searched are K, the GPUs of a server, the split between servers and trainer, slots and micro-batches. The three best
-    plans are printed, with the settings that they change.
-    """
-    from dora.cli.plan import plan as command
-
-    command(
-        workload,
-        recorded=recorded,
-        gpus=gpus,
-        overrides=overrides or [],
-        strategy=strategy,
-        staleness=_numbers(k, "--k"),
-        widths=_numbers(widths, "--widths"),
-        seed=seed,
-        write=write,
-        force=force,
-        processes=processes,
-    )
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",") if word]
-    except ValueError:
-        raise ConfigError(f"{option} {text}: expected integers separated by commas") from None
-
-
-@app.command()
-def pace(
-    workload: WorkloadPath,
-    time_scale: TimeScale = 10.0,
-    processes: Annotated[int, typer.Option(min=1, help="Processes to spread the servers over.")] = 4,
-    seed: Seed = 0,
-    folder: Annotated[Path, typer.Option(metavar="DIR", help="Folder in which run folders are created.")] = Path(
-        "runs"
-    ),
-    track: Annotated[
-        list[str] | None, typer.Option(metavar="TRACKER", help="As in tracking.trackers. May be repeated.")
-    ] = None,
-) -> None:
-    """Run a workload live with simulated servers and trainer.
-
-    The controller, HTTP and ZeroMQ are real; servers and trainer take the time that the workload's model gives.
-    """
-    _say_preparing()
-    from dora.cli.pace import pace as command
-
-    command(workload, seed=seed, time_scale=time_scale, processes=processes, folder=folder, trackers=track or [])
+app.add_typer(workloads)
 
 
 def main() -> None:

@@ -24,6 +24,12 @@ def say(*lines: str) -> None:
     _write(sys.stdout, lines)
 
 
+def say_preparing() -> None:
+    """At a terminal, say that preparing takes some seconds; there is no other output until the run folder exists."""
+    if sys.stdout.isatty():
+        say("preparing: modules, configuration, model and prompts")
+
+
 def hand_out(text: str) -> None:
     """Print a file that DORA made itself, unchanged."""
     sys.stdout.write(text)

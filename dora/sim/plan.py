@@ -30,9 +30,10 @@ from dora.sim.workload import Workload, checked
 #: Steps that a simulation measures between its warm-up and its run-out: of the search, and of its results.
 MEASURED_STEPS: Final = 8
 FINAL_STEPS: Final = 20
-#: The first distance between two splits is the number of splits over this number, the last one over FINEST.
+#: Splits of a width, at most: a fleet of thousands has no more, as closer ones are not told apart.
+SPLITS: Final = 64
+#: The first distance between two splits is their number over this number; it is halved down to 1.
 COARSEST: Final = 16
-FINEST: Final = 64
 #: Time of decoding over its bound, which assumes full batches, at the split where a search begins.
 UNFILLED: Final = 1.2
 #: Plans that are so much slower than the best of the same K move no further.
@@ -144,8 +145,13 @@ def _spaces(
     spaces, problems = [], []
     for k in sorted({workload.with_changes(job={"max_staleness": k}).rules.max_staleness for k in staleness}):
         for width in widths or workload.fleet.widths:
-            one = workload.with_changes(job={"max_staleness": k}).with_width(width)
-            splits, problem = splits_of(one, fits=fits, origin=f"K = {k}, {width} devices a server")
+            splits: list[Workload] = []
+            origin = f"K = {k}, {width} devices a server"
+            try:
+                one = workload.with_changes(job={"max_staleness": k}).with_width(width)
+                splits, problem = splits_of(one, fits=fits, origin=origin)
+            except ConfigError as err:
+                problem = f"{origin}: {err}"
             if splits:
                 spaces.append(_Space(splits, limits([shortened(split) for split in splits], seed=seed)))
             else:
@@ -156,10 +162,10 @@ def _spaces(
 def splits_of(
     workload: Workload, *, origin: str, fits: Callable[[Workload], bool] = lambda _: True
 ) -> tuple[list[Workload], str]:
-    """Return the workload at all of its possible splits, or why there is none."""
+    """Return the workload at its possible splits, at most SPLITS of them in equal distances, or why there is none."""
     fleet, problem = workload.fleet, f"{origin}: there are too few devices"
     last = fleet.devices - workload.train.devices_per_rank
-    sizes = [fleet.rollout_devices] if workload.is_shared else range(0, last + 1, fleet.devices_per_instance)
+    sizes = [fleet.rollout_devices] if workload.is_shared else _sizes(last, fleet.devices_per_instance)
     found = []
     for size in sizes:
         split = workload.with_changes(fleet={"rollout_devices": size})
@@ -173,6 +179,11 @@ def splits_of(
         else:
             problem = f"{origin}: a trainer rank needs more memory than a device has"
     return found, problem
+
+
+def _sizes(last: int, width: int) -> range:
+    """Return numbers of rollout devices up to `last`, in whole servers."""
+    return range(0, last + 1, width * max(1, -(-last // (width * SPLITS))))
 
 
 def _search_splits(spaces: Sequence[_Space], run: Simulate) -> None:
@@ -192,8 +203,7 @@ def _search_splits(spaces: Sequence[_Space], run: Simulate) -> None:
         _try([(space, i) for space in moving for i in space.near(distances[id(space)])], run)
         for space in moving:
             if space.place == before[id(space)]:
-                half = distances[id(space)] // 2
-                distances[id(space)] = half if half >= len(space.splits) // FINEST else 0
+                distances[id(space)] //= 2
 
 
 def _try(wanted: Sequence[tuple[_Space, int]], run: Simulate) -> None:

@@ -250,13 +250,19 @@ class Workload(_Part, frozen=True):
         The weights and the KV of a request are divided, so that the time to read them, the prefill and the push shrink
         with the width; the time per request and `fixed_step_s` of a step do not. What the weights leave of the memory
         is KV, in the same share, and the slots grow with the width. All this is extrapolated, not measured:
-        `wider_step_s` makes wider servers slower than that.
+        `wider_step_s` makes wider servers slower than that. ConfigError if the server as it is described has no memory
+        for the weights.
         """
         fleet, times = self.fleet, devices / self.fleet.devices_per_instance
         if times == 1:
             return self
         server, decode = fleet.server, fleet.server.decode
         free = fleet.devices_per_instance * fleet.device_bytes - fleet.weight_bytes
+        if free <= 0:
+            raise ConfigError(
+                f"fleet.device_bytes: {fleet.devices_per_instance} devices of {fleet.device_bytes:.4g} bytes cannot "
+                f"hold fleet.weight_bytes = {fleet.weight_bytes:.4g}"
+            )
         share = max(0.0, times * (free + fleet.weight_bytes) - fleet.weight_bytes) / free
         fixed_s = min(fleet.fixed_step_s, decode.base_s)
         changes = {

@@ -9,7 +9,7 @@ import pytest
 
 from dora.errors import ConfigError
 from dora.sim.limit import limit, limits
-from dora.sim.plan import SimulatedPlan, search, shortened
+from dora.sim.plan import SPLITS, SimulatedPlan, search, shortened, splits_of
 from dora.sim.sweep import simulate
 from dora.sim.workload import Workload
 from tests.sim.worlds import workload
@@ -55,6 +55,18 @@ def test_plans_that_do_not_fit_are_left_out() -> None:
 def test_it_says_why_nothing_is_possible() -> None:
     with pytest.raises(ConfigError, match=r"no plan for 12 devices.*\n.*cannot hold the 13 versions of K = 12"):
         found(small(), staleness=[12])
+
+
+def test_a_large_fleet_has_no_more_splits_than_a_small_one() -> None:
+    for devices in (13, 100, 1_000_000):
+        splits, _ = splits_of(small(devices=devices), origin="test")
+        assert 8 <= len(splits) <= SPLITS
+        assert splits[-1].train_devices <= devices // 50 + 1
+
+
+def test_a_server_without_memory_for_the_weights_has_no_other_width() -> None:
+    with pytest.raises(ConfigError, match=r"fleet.device_bytes: 1 devices of 4e\+09 bytes cannot hold"):
+        found(small(device_bytes=4e9), widths=(2,))
 
 
 def test_a_strategy_without_a_split_has_its_best_width() -> None:
