@@ -127,6 +127,13 @@ def make_folder(path: Path, *, mode: int = 0o777, exist_ok: bool = False) -> Non
     path.mkdir(mode=mode, parents=True, exist_ok=exist_ok)
 
 
+def make_parents(folder: Path, name: str) -> None:
+    """Create the folders of a relative name within a folder; FileNotFoundError, and nothing is created, if that has
+    been deleted."""
+    for parent in reversed(Path(name).parents[:-1]):
+        (folder / parent).mkdir(exist_ok=True)
+
+
 def remove(path: Path) -> None:
     """Remove a file, or a folder with its contents. A missing path is not an error."""
     if not os.path.lexists(path):

@@ -42,7 +42,7 @@ class Meeting:
 
     def hear(self, what: str, *, rank: int) -> str:
         """Wait for a word of a rank. RemoteError if it is not said in PEER_TIMEOUT_S."""
-        return self._insist(lambda: self._words.get(f"{what}/{rank}"), what, rank=rank).decode()
+        return self._insist(lambda: self._get(f"{what}/{rank}"), what, rank=rank).decode()
 
     def forget(self, what: str, *, rank: int) -> None:
         """Delete a word that all have heard who will."""
@@ -58,6 +58,11 @@ class Meeting:
             self.forget(self._said, rank=self.rank)  # others may still hear the new one, but not the one before
         self._said = word
         return heard
+
+    def _get(self, word: str) -> bytes:
+        # `get` of a FileStore never returns if another file has its name, as in a folder that was made again.
+        self._words.wait([word])
+        return self._words.get(word)
 
     def _insist(self, attempt: Callable[[], _T], what: str, *, rank: int) -> _T:
         """Return the result of the first attempt that is not too slow."""

@@ -188,7 +188,7 @@ class VersionStore:
             copy = _temporary(self._durable, "copy", version)
         with clear_errors(f"cannot copy version {version} to {self._durable}", remove=copy):
             for name in (*manifest.files, MANIFEST):
-                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                files.make_parents(copy, name)
                 shutil.copyfile(source / name, copy / name)
                 files.wrote(copy / name)
             for name, checksum in manifest.files.items():

@@ -491,6 +491,20 @@ def test_a_version_that_disappears_while_it_is_copied_is_lost_and_not_merely_unc
     assert list((tmp_path / "durable").iterdir()) == []
 
 
+def test_a_run_folder_that_is_deleted_while_a_version_is_copied_stays_deleted(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    store = VersionStore(memory_root=tmp_path / "memory", durable_root=run / "versions")
+    publish(store, 1)
+
+    def delete(operation: Operation) -> None:
+        if operation.kind == "wrote" and run.exists():  # the first file of the copy is there
+            run.rename(tmp_path / "gone")
+
+    with observed(delete), pytest.raises(StoreError, match="No such file or directory"):
+        store.copy_durable(1)
+    assert not run.exists()
+
+
 def test_a_version_may_stay_in_memory_while_there_is_room_for_two_more(tmp_path: Path) -> None:
     store = VersionStore(memory_root=tmp_path / "memory", durable_root=tmp_path / "disk")
     publish(store, 3)
