@@ -7,7 +7,6 @@ measure servers, all of them are.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,9 +23,10 @@ from dora.app.estimate import Shapes, lines
 from dora.app.fetch import look
 from dora.app.inputs import Inputs, model_bytes
 from dora.app.job import enter_graders
+from dora.app.length_check import sample_lengths
 from dora.app.loss_check import check_loss
 from dora.app.managed import ManagedServer
-from dora.app.sample_check import SourceSamples, sample_sources
+from dora.app.sample_check import SourceSamples, first_prompts, sample_sources
 from dora.app.settings import SPARE_VERSIONS, settings_of
 from dora.app.speed_check import MeasuredServer, ServerSpeeds, measure_speeds
 from dora.app.trainer_check import CheckedTrainer, check_trainer
@@ -45,6 +45,7 @@ from dora.node.limits import allow_open_files
 from dora.node.plan import ProcessPlan, assign_gpus, plan_engines
 from dora.node.ports import require_free_ports
 from dora.node.supervise import Node
+from dora.sim.workload import LengthModel
 from dora.tasks.pool import Graded, GraderPool
 from dora.tasks.prompts import Prompt
 from dora.tasks.rewards import GradeRequest
@@ -65,26 +66,45 @@ Report = Callable[[str, str], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Measure:
+    """What is to be measured."""
+
+    show: Callable[[str], None]  #: receives lines about the progress
+    num_prompts: int = 0  #: whose answers are sampled for their lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured."""
+
+    speeds: ServerSpeeds
+    lengths: LengthModel | None  #: if answers were to be sampled
+
+
+@dataclass(frozen=True, slots=True)
 class Checked:
     """What a check found beside its lines."""
 
     is_all_here: bool  #: otherwise not all was checked: what is not here yet is not downloaded
-    speeds: ServerSpeeds | None = None  #: if they were to be measured, and all is here
+    measured: Measured | None = None  #: if servers were to be measured, and all is here
     eval_samples: int = 0  #: answers of one evaluation
 
 
-async def check(
-    config: Config, report: Report, *, push: bool = False, measure: Callable[[str], None] | None = None
-) -> Checked:
+async def check(config: Config, report: Report, *, push: bool = False, measure: Measure | None = None) -> Checked:
     """Report each finding; raise ConfigError at the first problem.
 
-    `push`: also push a version to each server, as a run does. `measure`: also measure the servers, which pushes too; it
-    receives lines about the progress. Both interrupt other users of the servers.
+    `push`: also push a version to each server, as a run does. `measure`: also measure the servers, which pushes too.
+    Both interrupt other users of the servers.
     """
     if measure is not None and config.nodes.expected:
         raise ConfigError(
             "--measure: the servers are started by nodes, and only for a run; start one on each node, and name them in "
             "engine.urls, with nodes.expected = 0"
+        )
+    if measure is not None and measure.num_prompts and config.environment.name:
+        raise ConfigError(
+            "--sample: would sample single answers, but the run plays whole episodes (environment.name); --from RUN "
+            "takes the lengths of a finished run"
         )
     config, missing = await look(config)
     for one in missing:
@@ -124,7 +144,7 @@ async def check(
         for topic, text in trained.lines:
             report(topic, text)
         report("checkpoint", await asyncio.to_thread(_check_checkpoint, config, inputs, trained.checkpoint_bytes))
-        speeds = await _check_servers(
+        measured = await _check_servers(
             config,
             inputs,
             graders.training if episodes is None else None,
@@ -135,7 +155,7 @@ async def check(
         )
     num_samples = len(settings.eval_prompt_tokens)
     _report_plan(config, inputs, num_samples=num_samples, report=report)
-    return Checked(is_all_here=True, speeds=speeds, eval_samples=num_samples)
+    return Checked(is_all_here=True, measured=measured, eval_samples=num_samples)
 
 
 async def _check_servers(
@@ -146,10 +166,9 @@ async def _check_servers(
     *,
     report: Report,
     push: bool,
-    measure: Callable[[str], None] | None,
-) -> ServerSpeeds | None:
-    """Start or contact the servers and check them, with a sample if it can be graded; return their speeds if they were
-    to be measured."""
+    measure: Measure | None,
+) -> Measured | None:
+    """Start or contact the servers and check them, with a sample if it can be graded; measure them if asked."""
     streams = 8 if measure is None else allow_open_files(config.num_instances * (config.slots or 1))
     async with (
         open_engine(config, max_connections=streams) as engine,
@@ -170,10 +189,24 @@ async def _check_servers(
             await push_once(config, model=inputs.model, engine=engine, servers=held)
             for url in urls:
                 report("push", f"{url}: loaded the model from the version store; its label is restored")
-        return None if measure is None else await _measure(config, inputs, engine, servers, show=measure)
+        if measure is None:
+            return None
+        speeds = await _measure_speeds(config, inputs, engine, servers, show=measure.show)
+        lengths = None
+        if measure.num_prompts and grader is not None:
+            lengths = await sample_lengths(
+                config,
+                inputs,
+                grader,
+                engine=engine,
+                servers=servers,
+                num_prompts=measure.num_prompts,
+                show=measure.show,
+            )
+        return Measured(speeds, lengths)
 
 
-async def _measure(
+async def _measure_speeds(
     config: Config,
     inputs: Inputs,
     engine: InferenceEngine,
@@ -200,7 +233,7 @@ async def _measure(
 
 async def _check_rewards(config: Config, inputs: Inputs, graders: Graders, *, report: Report) -> None:
     """Grade the reference answers of a few rows: a reward that raises on these would raise on every answer."""
-    rows = await asyncio.to_thread(_first_prompts, inputs, GRADED_ROWS)
+    rows = await asyncio.to_thread(first_prompts, inputs, GRADED_ROWS)
     cases = [("task.rewards", config.task.rewards, rows, graders.training)]
     if graders.training is None:
         report("rewards", "only those of the environment; task.rewards has no term")
@@ -244,18 +277,6 @@ def _reference(prompt: Prompt, inputs: Inputs, *, max_tokens: int) -> GradeReque
         max_tokens=max_tokens,
         source=prompt.label,
     )
-
-
-def _first_prompts(inputs: Inputs, count: int) -> list[Prompt]:
-    """Return the first `count` prompts of the stream; fewer if the source has fewer."""
-    found: list[Prompt] = []
-    for position in itertools.count():
-        prompt = inputs.stream.at(position)
-        if prompt is None or len(found) == count:
-            return found
-        if not prompt.skipped:
-            found.append(prompt)
-    raise AssertionError("unreachable: positions do not end")
 
 
 @asynccontextmanager
@@ -334,7 +355,7 @@ async def _compare_logprobs(
     config: Config, inputs: Inputs, engine: InferenceEngine, url: str, trained: CheckedTrainer
 ) -> float:
     """Return the largest difference between the server's log-probs and the trainer's, over a few answers."""
-    prompts = await asyncio.to_thread(_first_prompts, inputs, COMPARED_PROMPTS)
+    prompts = await asyncio.to_thread(first_prompts, inputs, COMPARED_PROMPTS)
 
     async def answer(number: int, prompt: Prompt) -> tuple[list[int], list[float]]:
         tokens: list[int] = []

@@ -57,6 +57,18 @@ async def sample_sources(
     return SourceSamples([line for one in found for line in one.lines], any(one.has_failed for one in found))
 
 
+def first_prompts(inputs: Inputs, count: int) -> list[Prompt]:
+    """Return the first `count` prompts of the stream; fewer if the source has fewer."""
+    found: list[Prompt] = []
+    for position in itertools.count():
+        prompt = inputs.stream.at(position)
+        if prompt is None or len(found) == count:
+            return found
+        if not prompt.skipped:
+            found.append(prompt)
+    raise AssertionError("unreachable: positions do not end")
+
+
 def _prompt_of(inputs: Inputs, source: int) -> Prompt | None:
     """Return the first prompt of a source that is not over the limit; None if the first ones are."""
     for draw in range(TRIED):

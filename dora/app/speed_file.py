@@ -9,6 +9,7 @@ import os
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 import msgspec
@@ -22,7 +23,7 @@ from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.sim.recorded import read_run
 from dora.sim.server import SimulatedServer
-from dora.sim.workload import WIDTHS, FleetModel, Workload, checked
+from dora.sim.workload import WIDTHS, FleetModel, LengthModel, Workload, checked
 
 #: Seconds between two reports of token counts in a run.
 _REPORT_S: Final = 1.0
@@ -65,12 +66,17 @@ def _job(config: Config, recorded: Workload | None) -> Workload:
 
 
 def measured_workload(
-    config: Config, speeds: ServerSpeeds, *, eval_samples: int, recorded: Workload | None = None
+    config: Config,
+    speeds: ServerSpeeds,
+    *,
+    eval_samples: int,
+    recorded: Workload | None = None,
+    lengths: LengthModel | None = None,
 ) -> Workload:
     """Return the job of the configuration on servers of these speeds.
 
-    `recorded`: a finished run, for its lengths, trainer and graders; otherwise they are examples. ConfigError if the
-    job cannot be simulated.
+    `recorded`: a finished run, for its lengths, trainer and graders; otherwise they are examples. `lengths`: sampled
+    ones, in place of both. ConfigError if the job cannot be simulated.
     """
     server = SimulatedServer(
         slots=speeds.slots,
@@ -92,7 +98,7 @@ def measured_workload(
             "report_s": _REPORT_S,
         },
     )
-    return checked(found, origin="--measure")
+    return checked(found if lengths is None else msgspec.structs.replace(found, lengths=lengths), origin="--measure")
 
 
 def _store(speeds: ServerSpeeds) -> dict[str, float]:
@@ -168,6 +174,16 @@ def findings(speeds: ServerSpeeds) -> Iterator[str]:
     yield (
         f"push of {size_text(speeds.weight_bytes)}: {pushes.fixed_s:.3g} s + {size_text(pushes.bytes_s)} per second, "
         f"alone; {_together(speeds)}"
+    )
+
+
+def sampled(lengths: LengthModel) -> str:
+    """Return a line about sampled answers."""
+    answers = [tokens for group in lengths.answers for tokens in group]
+    used_up = sum(tokens >= lengths.cap for tokens in answers)
+    return (
+        f"answers: {len(answers)} to {len(lengths.answers)} prompts, {fmean(answers):,.0f} tokens on average, "
+        f"{max(answers):,} at most; {used_up / len(answers):.0%} used up rollout.max_new_tokens"
     )
 
 

@@ -231,6 +231,14 @@ def check(
             "--from", metavar="DIR", help="With --measure: lengths, trainer and graders are those of this finished run."
         ),
     ] = None,
+    sample: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="With --measure: also sample a group of answers to each of N prompts, for their lengths.",
+        ),
+    ] = 0,
     drift: Annotated[
         bool,
         typer.Option(
@@ -265,8 +273,8 @@ def check(
     instead = nodes or drift or gpus is not None
     if json is not None and instead:
         raise ConfigError("--json: is not valid with --drift, --nodes and --gpus")
-    if (measure is not None or recorded is not None) and instead:
-        raise ConfigError("--measure and --from: are not valid with --drift, --nodes and --gpus")
+    if (measure is not None or recorded is not None or sample) and instead:
+        raise ConfigError("--measure, --from and --sample: are not valid with --drift, --nodes and --gpus")
     settings = with_shorthand(config, overrides, model=model, data=data, prompt=prompt, answer=answer, reward=reward)
     if nodes:
         check_nodes(config, settings)
@@ -275,7 +283,7 @@ def check(
     elif drift:
         check_drift(config, settings)
     else:
-        command(config, settings, push=push, measure=measure, recorded=recorded, json=json)
+        command(config, settings, push=push, measure=measure, recorded=recorded, sample=sample, json=json)
 
 
 app.add_typer(folders)  # without a name: as if they were defined here

@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from dora.app.check import Checked, Report
+from dora.app.check import Checked, Measure, Report
 from dora.app.check import check as check_config
 from dora.app.drift_check import train_without_learning, verdict
 from dora.app.gpu_plan import Gpus
 from dora.app.gpu_plan import check_plan as plan
 from dora.app.node_check import check_nodes as wait_for_nodes
-from dora.app.speed_file import curve, findings, measured_workload, recorded_job, require_new, write
+from dora.app.speed_file import curve, findings, measured_workload, recorded_job, require_new, sampled, write
 from dora.cli.output import say, show_progress
 from dora.cli.run import require_steps
 from dora.config.load import load
@@ -34,25 +34,26 @@ def check(
     push: bool = False,
     measure: Path | None = None,
     recorded: Path | None = None,
+    sample: int = 0,
     json: Path | None = None,
 ) -> None:
-    """`measure`: a new file for the measured servers, with lengths, trainer and graders of the run `recorded`. `json`:
-    a file for the findings."""
+    """`measure`: a new file for the measured servers, with lengths, trainer and graders of the run `recorded`.
+    `sample`: number of prompts whose answers give the lengths instead. `json`: a file for the findings."""
     found: list[dict[str, str]] = []
 
     def report(topic: str, text: str) -> None:
         _print(topic, text)
         found.append({"topic": topic, "text": text})
 
-    if recorded is not None and measure is None:
-        raise ConfigError(f"--from {recorded}: is valid with --measure only")
+    if measure is None and (recorded is not None or sample):
+        name = f"--from {recorded}" if recorded is not None else f"--sample {sample}"
+        raise ConfigError(f"{name}: is valid with --measure only")
     if measure is not None:
         require_new(measure)
     config = _load(config_path, overrides)
     run = recorded_job(recorded, config) if measure is not None else None
-    checked = uvloop.run(
-        check_config(config, report, push=push, measure=show_progress if measure is not None else None)
-    )
+    what = Measure(show_progress, num_prompts=sample) if measure is not None else None
+    checked = uvloop.run(check_config(config, report, push=push, measure=what))
     if measure is not None:
         show_progress("")
         _write_measured(measure, config, checked, run, origin=recorded, report=report)
@@ -69,21 +70,23 @@ def _write_measured(
     path: Path, config: Config, checked: Checked, run: Workload | None, *, origin: Path | None, report: Report
 ) -> None:
     """Report the measured servers and write the file."""
-    speeds = checked.speeds
-    if speeds is None:
+    measured = checked.measured
+    if measured is None:
         raise ConfigError("--measure: what dora run will download is needed first; nothing was measured")
-    workload = measured_workload(config, speeds, eval_samples=checked.eval_samples, recorded=run)
+    speeds, lengths = measured.speeds, measured.lengths
+    workload = measured_workload(config, speeds, eval_samples=checked.eval_samples, recorded=run, lengths=lengths)
     for number, line in enumerate((*curve(speeds), *findings(speeds))):
         report("" if number else "measured", line)
-    if origin is None:
-        report(
-            "not measured",
-            "lengths of answers, trainer and graders: examples; --from RUN takes those of a finished run, and dora "
-            "simulate --from RUN has them too",
-        )
+    if lengths is not None:
+        report("", sampled(lengths))
+    others = "trainer and graders" if lengths is not None else "lengths of answers, trainer and graders"
+    if origin is not None:
+        what = f"{others} are those of {origin}"
+        report("", what)
     else:
-        report("", f"lengths of answers, trainer and graders are those of {origin}")
-    what = f"job of {origin}" if origin is not None else "lengths of answers, trainer and graders are examples"
+        what = f"{others} are examples"
+        instead = "" if lengths is not None else "; --sample N takes the lengths of answers to N prompts"
+        report("not measured", f"{others}: examples{instead}; --from RUN takes those of a finished run")
     write(path, workload, speeds, heading=f"Servers measured by dora check --measure; {what}.")
 
 

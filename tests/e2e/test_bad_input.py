@@ -159,9 +159,13 @@ def test_a_measurement_that_cannot_be_written_or_made_is_refused_before_anything
     for arguments, says in (
         (("--measure", str(tmp_path / "mine.toml")), "mine.toml: exists; name a new file, or remove this one"),
         (("--measure", str(tmp_path / "no" / "new.toml")), "its folder does not exist"),
-        (("--measure", new, "--drift"), "--measure and --from: are not valid with --drift, --nodes and --gpus"),
+        (
+            ("--measure", new, "--drift"),
+            "--measure, --from and --sample: are not valid with --drift, --nodes and --gpus",
+        ),
         (("--measure", new, "--from", str(tmp_path)), "is not a run folder"),
         (("--from", str(tmp_path)), "is valid with --measure only"),
+        (("--sample", "3"), "--sample 3: is valid with --measure only"),
     ):
         assert_one_clear_error(run_to_end("check", *arguments), code=2, says=says)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]

@@ -127,7 +127,7 @@ def test_measured_servers_are_a_workload_that_can_be_simulated(tmp_path: Path, s
     arguments = settings(
         engine__urls=f'["{server}"]', **fleet, run__folder=tmp_path / "runs", status__port=0, eval__sets="[]"
     )
-    result = run_to_end("check", "--measure", str(file), *arguments)
+    result = run_to_end("check", "--measure", str(file), "--sample", "3", *arguments)
     assert (result.returncode, result.stderr) == (0, "")
     assert re.search(r"\nmeasured     batch  context  tokens/s  by the fit\n {17}1 +\d+", result.stdout), result.stdout
     assert " decoding, 2 servers at the same time, beside a trainer at work: a step takes " in result.stdout
@@ -137,6 +137,7 @@ def test_measured_servers_are_a_workload_that_can_be_simulated(tmp_path: Path, s
     workload = load_workload(file)
     assert (workload.num_instances, workload.fleet.server.slots, workload.fleet.server.kv_tokens) == (2, 4, 4096)
     assert 1e-5 < workload.fleet.server.decode.step_s(num_requests=1, num_tokens=100) < 1
+    assert [len(group) for group in workload.lengths.answers] == [workload.job.group_size] * 3
     simulated = run_to_end("simulate", str(file), "--steps", "8")
     assert (simulated.returncode, simulated.stderr) == (0, "")
     again = run_to_end("check", "--measure", str(file), *arguments)
