@@ -27,7 +27,7 @@ from dora.tasks.rewards import GradeRequest
 STALL_S: Final = 300.0
 
 
-class Answer(NamedTuple):
+class SampledAnswer(NamedTuple):
     """The length of one answer, and its reward; 0 if it could not be graded, as in a run."""
 
     num_tokens: int
@@ -78,7 +78,7 @@ class _Sampling:
         self._ended = 0
         self._limit = asyncio.timeout(None)
 
-    async def answer(self, prompts: Sequence[Prompt], servers: Sequence[MeasuredServer]) -> list[list[Answer]]:
+    async def answer(self, prompts: Sequence[Prompt], servers: Sequence[MeasuredServer]) -> list[list[SampledAnswer]]:
         """Return the answers by prompt; a server has as many at once as it has slots, all of a prompt's."""
         slots = [(server.url, asyncio.Semaphore(server.slots)) for server in servers]
         size = self._config.rollout.group_size
@@ -96,7 +96,7 @@ class _Sampling:
             raise first_of(group) from group
         return [[task.result() for task in group] for group in running]
 
-    async def _answer(self, prompt: Prompt, url: str, slots: asyncio.Semaphore, *, number: int) -> Answer:
+    async def _answer(self, prompt: Prompt, url: str, slots: asyncio.Semaphore, *, number: int) -> SampledAnswer:
         rollout, tokenizer = self._config.rollout, self._inputs.tokenizer
         tokens: list[int] = []
 
@@ -129,7 +129,7 @@ class _Sampling:
         )
         self._ended += 1
         self._progress()
-        return Answer(max(1, len(tokens)), outcome.reward if isinstance(outcome, Graded) else 0.0)
+        return SampledAnswer(max(1, len(tokens)), outcome.reward if isinstance(outcome, Graded) else 0.0)
 
     def _wait_again(self) -> None:
         self._limit.reschedule(asyncio.get_running_loop().time() + STALL_S)
