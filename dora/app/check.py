@@ -66,7 +66,7 @@ Report = Callable[[str, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
+class ToMeasure:
     """What is to be measured."""
 
     show: Callable[[str], None]  #: receives lines about the progress
@@ -90,7 +90,7 @@ class Checked:
     eval_samples: int = 0  #: answers of one evaluation
 
 
-async def check(config: Config, report: Report, *, push: bool = False, measure: Measure | None = None) -> Checked:
+async def check(config: Config, report: Report, *, push: bool = False, measure: ToMeasure | None = None) -> Checked:
     """Report each finding; raise ConfigError at the first problem.
 
     `push`: also push a version to each server, as a run does. `measure`: also measure the servers, which pushes too.
@@ -166,7 +166,7 @@ async def _check_servers(
     *,
     report: Report,
     push: bool,
-    measure: Measure | None,
+    measure: ToMeasure | None,
 ) -> Measured | None:
     """Start or contact the servers and check them, with a sample if it can be graded; measure them if asked."""
     streams = 8 if measure is None else allow_open_files(config.num_instances * (config.slots or 1))

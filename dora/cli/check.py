@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from dora.app.check import Checked, Measure, Report
+from dora.app.check import Checked, Report, ToMeasure
 from dora.app.check import check as check_config
 from dora.app.drift_check import train_without_learning, verdict
 from dora.app.gpu_plan import Gpus
@@ -52,7 +52,7 @@ def check(
         require_new(measure)
     config = _load(config_path, overrides)
     run = recorded_job(recorded, config) if measure is not None else None
-    what = Measure(show_progress, num_prompts=sample) if measure is not None else None
+    what = ToMeasure(show_progress, num_prompts=sample) if measure is not None else None
     checked = uvloop.run(check_config(config, report, push=push, measure=what))
     if measure is not None:
         show_progress("")

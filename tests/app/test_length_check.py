@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dora.app import length_check
-from dora.app.check import Measure, check
+from dora.app.check import ToMeasure, check
 from dora.app.inputs import open_inputs
 from dora.app.length_check import sample_lengths
 from dora.app.speed_check import MeasuredServer
@@ -113,4 +113,4 @@ async def test_a_server_that_is_lost_or_silent_ends_the_sample(monkeypatch: pyte
 async def test_episodes_are_not_sampled_as_single_answers() -> None:
     config = config_of('environment.name="mine:Env"')
     with pytest.raises(ConfigError, match=r"--sample: would sample single answers, but the run plays whole episodes"):
-        await check(config, lambda topic, text: None, measure=Measure(str, num_prompts=2))
+        await check(config, lambda topic, text: None, measure=ToMeasure(str, num_prompts=2))

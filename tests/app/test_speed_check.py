@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from dora.app import speed_check, speed_file
-from dora.app.check import Measure, check
+from dora.app.check import ToMeasure, check
 from dora.app.speed_check import MeasuredServer, ServerSpeeds, batches, measure_speeds
 from dora.app.speed_file import curve, findings, measured_workload, recorded_job, require_new, write
 from dora.app.trial_push import Held
@@ -170,7 +170,7 @@ async def test_weights_that_could_not_be_restored_are_not_measured_at_all(tmp_pa
 async def test_servers_of_nodes_are_refused_before_anything_starts() -> None:
     config = load(None, ["nodes.expected=2", "nodes.servers=3"], environ={"DORA_TOKEN": "a" * 32})
     with pytest.raises(ConfigError, match=r"^--measure: the servers are started by nodes, and only for a run"):
-        await check(config, lambda topic, text: None, measure=Measure(str))
+        await check(config, lambda topic, text: None, measure=ToMeasure(str))
 
 
 async def test_a_server_that_is_lost_ends_the_measurement(tmp_path: Path) -> None:
