@@ -12,15 +12,17 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "bench")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "bench" / "sweeps")]
 
 from result import commit, today  # noqa: E402
+from simulation_found import table  # noqa: E402
 
 from dora.sim.limit import limits  # noqa: E402
 from dora.sim.plan import FINAL_STEPS, search, shortened, splits_of  # noqa: E402
@@ -42,6 +44,27 @@ class ExhaustiveRow(msgspec.Struct, frozen=True):
     best: tuple[int, int, float]
     simulated: int  #: plans that were tried one by one
     possible: int
+
+
+def recorded() -> list[ExhaustiveRow]:
+    """Return the rows found so far."""
+    lines = RESULTS.read_bytes().splitlines() if RESULTS.exists() else []
+    return [msgspec.json.decode(line, type=ExhaustiveRow) for line in lines]
+
+
+def text(rows: Iterable[ExhaustiveRow]) -> str:
+    """Return the rows as a table."""
+    head = "job, K = 3 | searched: GPUs a server, GPUs that roll out, step s | CPU s | best of all plans | simulated"
+    lines = [
+        (f"`{r.workload}`", _plan(r.searched), f"{r.search_s:.0f}", _plan(r.best), f"{r.simulated} of {r.possible}")
+        for r in rows
+    ]
+    return table(head, lines)
+
+
+def _plan(plan: tuple[int, int, float]) -> str:
+    width, rolling, step_s = plan
+    return f"{width}, {rolling}, {step_s:.1f}"
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from typing import Final
 
 import calls
 import calls_split
+import exhaustive
 import paced_calls
 import plan_tables
 import plans
@@ -270,12 +271,17 @@ def _paced_calls(_: Results) -> str:
     return paced_calls.table(paced_calls.recorded())
 
 
+def _exhaustive(_: Results) -> str:
+    return exhaustive.text(exhaustive.recorded())
+
+
 _BLOCKS: Final[dict[str, Callable[[Results], str]]] = {
     "headline": lambda _: plan_tables.headline(_plans()),
     "strategies": lambda _: plan_tables.strategies(_plans()),
     "targets": _targets,
     "wider": lambda _: plan_tables.wider(_plans()),
     "obstacles": lambda _: plan_tables.obstacles(_plans()),
+    "exhaustive": _exhaustive,
     "store": lambda _: plan_tables.store(_plans()),
     "tail": lambda _: plan_tables.tail(_plans()),
     "regimes": _regimes,
