@@ -23,7 +23,7 @@ from result import Report, parser
 from dora.journal.run_folder import RunFolder
 from dora.seed.policy import model_folder
 
-STEPS: Final = 16
+STEPS: Final = 32
 WARMUP: Final = 4
 SEEDS: Final = 3
 TIMEOUT_S: Final = 1200.0
