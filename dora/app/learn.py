@@ -1,0 +1,153 @@
+"""Learning in simulated time: a workload gives the hardware and the job, a configuration the task and the objective."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from itertools import zip_longest
+from pathlib import Path
+
+import msgspec
+from torch import Tensor
+
+from dora.app.inputs import Inputs, open_inputs
+from dora.app.settings import rollout_section, trainer_settings
+from dora.config.load import load
+from dora.config.schema import Config
+from dora.errors import ConfigError
+from dora.learning.learner import Learner, OneRank
+from dora.learning.sampler import Sampler
+from dora.learning.world import Job, LearningWorld, RealAnswers
+from dora.sim.workload import Workload, checked
+from dora.tasks.prompts import Prompt
+from dora.tasks.sources import derive_seed
+
+#: Prompts that are kept: a block is sampled under several versions.
+KEPT_PROMPTS = 4096
+
+
+class Point(msgspec.Struct, frozen=True):
+    """A version, when it was published, and what it scores."""
+
+    version: int
+    at_s: float  #: virtual seconds
+    heldout: float | None  #: mean reward of the first held-out set; None if the version was not evaluated
+
+
+class LearningCurve(msgspec.Struct, frozen=True):
+    """What one simulated job has learned."""
+
+    strategy: str
+    max_staleness: int
+    seed: int
+    points: list[Point]  #: of all versions, from 0
+    steps: list[dict[str, float]]  #: the trainer's metrics
+    staleness: float  #: mean of all trained groups
+    digest: str  #: of all waves and of the times of versions; equal digests mean equal histories
+
+    @property
+    def step_s(self) -> float:
+        """Virtual seconds from one version to the next, on average."""
+        return (self.points[-1].at_s - self.points[0].at_s) / (len(self.points) - 1)
+
+
+def configured(path: Path, workload: Workload, overrides: Sequence[str] = (), *, seed: int) -> tuple[Config, Workload]:
+    """Return the configuration with the job of a workload, and the workload with the token budget of the configuration.
+
+    ConfigError if the two do not fit together.
+    """
+    job, train = workload.job, workload.train
+    rollout = {f"rollout.{name}": value for name, value in rollout_section(job).items()}
+    sizes = {
+        "run.steps": job.steps,
+        "run.seed": seed,
+        "trainer.updates": train.updates,
+        "engine.instances": max(workload.num_instances, job.max_staleness + 1),
+    }
+    chosen = [f"{name}={msgspec.json.encode(value).decode()}" for name, value in (rollout | sizes).items()]
+    config = load(path, [*overrides, *chosen], environ=os.environ)
+    if config.environment.name:
+        raise ConfigError(f"{path}: environment.name: only single answers are simulated")
+    if not config.eval.sets:
+        raise ConfigError(f"{path}: eval.sets: a curve needs a held-out set")
+    if workload.rules.in_flight is not None:
+        raise ConfigError(f"job.strategy: {job.strategy} changes weights under requests, which is not simulated yet")
+    cap = max(1, round(config.rollout.max_new_tokens * workload.lengths.scale))
+    return config, checked(workload.with_changes(lengths={"regime": "A", "cap": cap}), origin=str(path))
+
+
+def learn(
+    workload: Workload,
+    config: Config,
+    *,
+    seed: int,
+    show: Callable[[str], None],
+) -> LearningCurve:
+    """Simulate a workload whose answers and versions are real.
+
+    `config`: as `configured` returns it. `show` receives a line about the progress.
+    """
+    inputs = open_inputs(config)
+    points: list[Point] = []
+    steps: list[dict[str, float]] = []
+    scored = held_out(inputs)
+    with OneRank():
+        sampler = Sampler(config, model=inputs.model, tokenizer=inputs.tokenizer)
+        settings = trainer_settings(config, max_staleness=config.max_staleness)
+        learner = Learner(settings, model=inputs.model)
+        answers = RealAnswers(
+            Job(prompts_of(inputs), config.rollout.temperature, config.run.seed, config.rollout.group_size),
+            sampler,
+            scale=workload.lengths.scale,
+            prompt_tokens=workload.lengths.prompt_tokens,
+        )
+
+        def published(version: int, at_s: float, weights: Mapping[str, Tensor]) -> None:
+            if version:
+                steps.append(learner.metrics)
+            score = None
+            if version % config.eval.every == 0 or version == config.run.steps:
+                sampler.load(weights)
+                found = sampler.answer(scored, temperature=inputs.evaluations.sets[0].temperature)
+                score = math.fsum(answer.reward for answer in found) / len(found)
+                answers.reload()
+            points.append(Point(version, at_s, score))
+            shown = f", held-out reward {score:.3f}" if score is not None else ""
+            show(f"version {version} of {config.run.steps} after {at_s:,.0f} simulated seconds{shown}")
+
+        world = LearningWorld(workload, answers, learner, seed=seed, on_version=published)
+        try:
+            world.run()
+        finally:
+            sampler.close()
+    counts = [sum(of_steps) for of_steps in zip_longest(*world.measure.staleness.values(), fillvalue=0)]
+    return LearningCurve(
+        workload.job.strategy,
+        workload.rules.max_staleness,
+        seed,
+        points,
+        steps,
+        sum(lag * count for lag, count in enumerate(counts)) / sum(counts),
+        world.digest,
+    )
+
+
+def prompts_of(inputs: Inputs) -> Callable[[int], Prompt]:
+    """Return a function from the number of a group to its prompt; ConfigError if that prompt is over the limit."""
+
+    @lru_cache(KEPT_PROMPTS)
+    def prompt_at(number: int) -> Prompt:
+        prompt = inputs.stream.at(number)
+        if prompt is None or prompt.skipped:
+            why = "has no more rows" if prompt is None else f"cannot be used: {prompt.skipped}"
+            raise ConfigError(f"task.sources: prompt {number} {why}")
+        return prompt
+
+    return prompt_at
+
+
+def held_out(inputs: Inputs) -> list[tuple[Prompt, int]]:
+    """Return the prompts of the first held-out set, with their seeds."""
+    return [(prompt, derive_seed("eval", prompt.position)) for prompt in inputs.evaluations.sets[0].prompts]
