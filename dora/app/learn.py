@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
 
 import msgspec
-from torch import Tensor
 
 from dora.app.inputs import Inputs, open_inputs
 from dora.app.settings import rollout_section, trainer_settings
@@ -18,7 +17,7 @@ from dora.config.load import load
 from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.learning.learner import Learner, OneRank
-from dora.learning.sampler import Sampler
+from dora.learning.sampler import Sampler, SampleRequest
 from dora.learning.world import Job, LearningWorld, RealAnswers
 from dora.sim.workload import Workload, checked
 from dora.tasks.prompts import Prompt
@@ -72,8 +71,6 @@ def configured(path: Path, workload: Workload, overrides: Sequence[str] = (), *,
         raise ConfigError(f"{path}: environment.name: only single answers are simulated")
     if not config.eval.sets:
         raise ConfigError(f"{path}: eval.sets: a curve needs a held-out set")
-    if workload.rules.in_flight is not None:
-        raise ConfigError(f"job.strategy: {job.strategy} changes weights under requests, which is not simulated yet")
     cap = max(1, round(config.rollout.max_new_tokens * workload.lengths.scale))
     return config, checked(workload.with_changes(lengths={"regime": "A", "cap": cap}), origin=str(path))
 
@@ -95,24 +92,17 @@ def learn(
     scored = held_out(inputs)
     with OneRank():
         sampler = Sampler(config, model=inputs.model, tokenizer=inputs.tokenizer)
-        settings = trainer_settings(config, max_staleness=config.max_staleness)
+        settings = trainer_settings(config, max_staleness=workload.settings().max_lag)
         learner = Learner(settings, model=inputs.model)
-        answers = RealAnswers(
-            Job(prompts_of(inputs), config.rollout.temperature, config.run.seed, config.rollout.group_size),
-            sampler,
-            scale=workload.lengths.scale,
-            prompt_tokens=workload.lengths.prompt_tokens,
-        )
+        answers = RealAnswers(job_of(config, inputs), sampler, learner.versions, workload=workload)
 
-        def published(version: int, at_s: float, weights: Mapping[str, Tensor]) -> None:
+        def published(version: int, at_s: float) -> None:
             if version:
                 steps.append(learner.metrics)
             score = None
             if version % config.eval.every == 0 or version == config.run.steps:
-                sampler.load(weights)
-                found = sampler.answer(scored, temperature=inputs.evaluations.sets[0].temperature)
+                found = answers.sample(scored, version, temperature=inputs.evaluations.sets[0].temperature)
                 score = math.fsum(answer.reward for answer in found) / len(found)
-                answers.reload()
             points.append(Point(version, at_s, score))
             shown = f", held-out reward {score:.3f}" if score is not None else ""
             show(f"version {version} of {config.run.steps} after {at_s:,.0f} simulated seconds{shown}")
@@ -134,8 +124,8 @@ def learn(
     )
 
 
-def prompts_of(inputs: Inputs) -> Callable[[int], Prompt]:
-    """Return a function from the number of a group to its prompt; ConfigError if that prompt is over the limit."""
+def job_of(config: Config, inputs: Inputs) -> Job:
+    """Return what is sampled; its `prompt_at` raises ConfigError for a prompt that is over the limit."""
 
     @lru_cache(KEPT_PROMPTS)
     def prompt_at(number: int) -> Prompt:
@@ -145,9 +135,11 @@ def prompts_of(inputs: Inputs) -> Callable[[int], Prompt]:
             raise ConfigError(f"task.sources: prompt {number} {why}")
         return prompt
 
-    return prompt_at
+    return Job(prompt_at, config.rollout.temperature, config.run.seed, config.rollout.group_size)
 
 
-def held_out(inputs: Inputs) -> list[tuple[Prompt, int]]:
-    """Return the prompts of the first held-out set, with their seeds."""
-    return [(prompt, derive_seed("eval", prompt.position)) for prompt in inputs.evaluations.sets[0].prompts]
+def held_out(inputs: Inputs) -> list[SampleRequest]:
+    """Return requests for the first held-out set."""
+    return [
+        SampleRequest(prompt, derive_seed("eval", prompt.position)) for prompt in inputs.evaluations.sets[0].prompts
+    ]

@@ -20,7 +20,11 @@ def learn_all(found: Sequence[Case], *, config: Path, json: Path | None) -> None
     curves: list[LearningCurve] = []
     for number, (settings, workload, seed) in enumerate(prepared, start=1):
         case = f"{number} of {len(found)}: {workload.job.strategy}, K = {workload.rules.max_staleness}, seed {seed}"
-        curves.append(learn(workload, settings, seed=seed, show=lambda line, case=case: show_progress(f"{case}: {line}")))
+
+        def show(line: str, case: str = case) -> None:
+            show_progress(f"{case}: {line}")
+
+        curves.append(learn(workload, settings, seed=seed, show=show))
     show_progress("")
     say(*table([_HEAD, *map(_row, curves)]))
     if json is not None:

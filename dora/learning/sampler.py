@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
@@ -41,6 +41,15 @@ class RealAnswer:
     truncated: bool
 
 
+class SampleRequest(NamedTuple):
+    """An answer to sample, or to continue after `tokens`."""
+
+    prompt: Prompt
+    seed: int
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float] = ()  #: of `tokens`
+
+
 class Sampler:
     """A policy that answers prompts."""
 
@@ -61,25 +70,25 @@ class Sampler:
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Sample under these weights from now on."""
         self._decoder.put(weights.items())
-        self._decoder.flush()
 
-    def answer(self, requests: Sequence[tuple[Prompt, int]], *, temperature: float) -> list[RealAnswer]:
-        """Return one answer for each prompt and seed."""
+    def answer(self, requests: Sequence[SampleRequest], *, temperature: float) -> list[RealAnswer]:
+        """Return one answer for each request."""
         generations = [
             Generation(
                 rid=str(number),
-                prompt_ids=list(prompt.tokens),
+                prompt_ids=[*request.prompt.tokens, *request.tokens],
                 sampling=SamplingParams(
-                    max_new_tokens=self._max_new_tokens,
+                    max_new_tokens=self._max_new_tokens - len(request.tokens),
                     temperature=temperature,
-                    seed=seed % 2**63,
+                    seed=request.seed % 2**63,
                     stop_ids=frozenset(self._tokenizer.eos_ids),
                 ),
             )
-            for number, (prompt, seed) in enumerate(requests)
+            for number, request in enumerate(requests)
         ]
+        self._decoder.flush()
         self._runner.run(self._generate(generations))
-        return [self._graded(prompt, one) for (prompt, _), one in zip(requests, generations, strict=True)]
+        return [self._graded(request, one) for request, one in zip(requests, generations, strict=True)]
 
     async def _generate(self, generations: Sequence[Generation]) -> None:
         """Run the batcher until all are complete."""
@@ -90,14 +99,19 @@ class Sampler:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
-    def _graded(self, prompt: Prompt, done: Generation) -> RealAnswer:
-        response = self._tokenizer.decode(done.output_ids)
-        request = GradeRequest(prompt=prompt.text, response=response, answer=prompt.answer, metadata=prompt.metadata)
+    def _graded(self, request: SampleRequest, done: Generation) -> RealAnswer:
+        prompt, tokens = request.prompt, [*request.tokens, *done.output_ids]
+        graded = GradeRequest(
+            prompt=prompt.text,
+            response=self._tokenizer.decode(tokens),
+            answer=prompt.answer,
+            metadata=prompt.metadata,
+        )
         assert done.finish_reason is not None
         return RealAnswer(
             prompt=prompt,
-            tokens=done.output_ids,
-            logprobs=done.output_logprobs,
-            reward=total(self._score(request)),
+            tokens=tokens,
+            logprobs=[*request.logprobs, *done.output_logprobs],
+            reward=total(self._score(graded)),
             truncated=done.finish_reason["type"] == "length",
         )

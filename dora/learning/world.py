@@ -5,29 +5,31 @@ admitted, under the weights of its tag, and its real lengths times `scale` decid
 rewards decide what is filtered. Each wave that the core forms is trained when it is ordered, and so makes the next
 version. Nothing depends on a clock: a workload, a configuration and a seed always give the same weights.
 
-Answers are sampled in blocks of BLOCK consecutive groups, as the batch of a sample moves log-probs by rounding. So a
-block is sampled again, with the same seeds, for each further version under which a group of it is admitted.
+Where weights change under requests, the rest of an answer is sampled again when its server has the new ones, and its
+length changes. Answers are sampled in blocks of BLOCK consecutive groups, as the batch of a sample moves log-probs by
+rounding. So a block is sampled again, with the same seeds, for each further version under which a group of it is
+admitted.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Final, NamedTuple
 
 import msgspec
-from torch import Tensor
 
 from dora.controller.batches import build_wave, spread
 from dora.controller.trajectories import TrajectoryRecord
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import GroupId, TrajectoryId, VersionId
-from dora.learning.learner import Learner
-from dora.learning.sampler import RealAnswer, Sampler
+from dora.core.ids import TrajectoryId, VersionId
+from dora.learning.learner import Learner, VersionsInMemory
+from dora.learning.sampler import RealAnswer, Sampler, SampleRequest
 from dora.sim.answers import SimulatedGroup
+from dora.sim.instance import SimulatedInstance
 from dora.sim.workload import Workload
-from dora.sim.world import World
+from dora.sim.world import Sink, World
 from dora.tasks.prompts import Prompt
 from dora.tasks.sources import derive_seed
 
@@ -47,44 +49,54 @@ class Job(NamedTuple):
 class RealAnswers:
     """The groups of a job, sampled when they are admitted."""
 
-    def __init__(self, job: Job, sampler: Sampler, *, scale: float, prompt_tokens: int) -> None:
-        """`scale`: simulated tokens per real one. `prompt_tokens`: simulated tokens of every prompt."""
-        self._job, self._sampler = job, sampler
-        self._scale = scale
-        self._nothing = SimulatedGroup(prompt_tokens, [], [])
+    def __init__(self, job: Job, sampler: Sampler, versions: VersionsInMemory, *, workload: Workload) -> None:
+        """`workload`: `lengths.scale` is the number of simulated tokens per real one."""
+        self._job, self._sampler, self._versions = job, sampler, versions
+        self._scale = workload.lengths.scale
+        self._unsampled = SimulatedGroup(workload.lengths.prompt_tokens, [], [])
         self._loaded: int | None = None  # version of the sampler's weights
         self._blocks: dict[tuple[int, int], list[list[RealAnswer]]] = {}  # by block and version
         self._groups: dict[int, SimulatedGroup] = {}
+        self._version: dict[TrajectoryId, int] = {}  # under which the end of an answer was sampled
         self.records: dict[TrajectoryId, TrajectoryRecord] = {}  #: of admitted groups
 
     def group(self, number: int) -> SimulatedGroup:
         """Return the answers of a group; before its admission, its prompt alone."""
-        return self._groups.get(number, self._nothing)
+        return self._groups.get(number, self._unsampled)
 
-    def admit(self, number: int, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Sample a group under these weights."""
+    def admit(self, number: int, version: int) -> None:
+        """Sample a group."""
         block, place = divmod(number, BLOCK)
         if (block, version) not in self._blocks:
-            if version != self._loaded:
-                self._sampler.load(weights)
-                self._loaded = version
-            self._blocks[block, version] = self._sample(block)
-        answers = self._blocks[block, version][place]
-        self._groups[number] = SimulatedGroup(
-            self._nothing.prompt_tokens,
-            [self.simulated(len(answer.tokens)) for answer in answers],
-            [answer.reward for answer in answers],
-        )
-        for sibling, answer in enumerate(answers):
-            self.records[TrajectoryId(number * self._job.group_size + sibling)] = _record(answer)
+            self._blocks[block, version] = self._sample_block(block, version)
+        size = self._job.group_size
+        self._groups[number] = SimulatedGroup(self._unsampled.prompt_tokens, [0] * size, [0.0] * size)
+        for sibling, answer in enumerate(self._blocks[block, version][place]):
+            self._take(TrajectoryId(number * size + sibling), answer, version)
 
-    def reload(self) -> None:
-        """Load weights before the next sample: the sampler has had others."""
-        self._loaded = None
+    def change_version(self, states: Sequence[tuple[TrajectoryId, int]], version: int) -> None:
+        """Sample again what these answers have after their first simulated tokens, unless that has this version."""
+        chosen, requests = [], []
+        for id, num_tokens in states:
+            record = self.records[id]
+            known = min(int(num_tokens / self._scale), len(record.tokens))
+            if self._version[id] == version or known == len(record.tokens):
+                continue
+            seed = derive_seed(self._job.seed, "continue", id, version)
+            tokens, logprobs = record.tokens[:known], record.logprobs[:known]
+            chosen.append(id)
+            requests.append(SampleRequest(record.prompt, seed, tokens, logprobs))
+        for id, answer in zip(chosen, self.sample(requests, version), strict=True):
+            self._take(id, answer, version)
 
-    def simulated(self, num_tokens: int) -> int:
-        """Return the simulated length of an answer."""
-        return max(1, round(num_tokens * self._scale))
+    def sample(self, requests: Sequence[SampleRequest], version: int, *, temperature: float = -1.0) -> list[RealAnswer]:
+        """Return answers under a version; at the temperature of the job, unless one is given."""
+        if not requests:
+            return []
+        if version != self._loaded:
+            self._sampler.load(self._versions[version])
+            self._loaded = version
+        return self._sampler.answer(requests, temperature=self._job.temperature if temperature < 0 else temperature)
 
     def forget_before(self, number: int) -> None:
         """Drop groups below `number`, which are not requested again."""
@@ -93,18 +105,27 @@ class RealAnswers:
             del self._groups[group]
             for sibling in range(group * size, (group + 1) * size):
                 del self.records[TrajectoryId(sibling)]
+                del self._version[TrajectoryId(sibling)]
         for block, version in [key for key in self._blocks if (key[0] + 1) * BLOCK <= number]:
             del self._blocks[block, version]
 
-    def _sample(self, block: int) -> list[list[RealAnswer]]:
-        job, numbers = self._job, range(block * BLOCK, (block + 1) * BLOCK)
+    def _sample_block(self, block: int, version: int) -> list[list[RealAnswer]]:
+        job = self._job
         requests = [
-            (job.prompt_at(number), derive_seed(job.seed, "sample", number, sibling))
-            for number in numbers
+            SampleRequest(job.prompt_at(number), derive_seed(job.seed, "sample", number, sibling))
+            for number in range(block * BLOCK, (block + 1) * BLOCK)
             for sibling in range(job.group_size)
         ]
-        answers = self._sampler.answer(requests, temperature=job.temperature)
+        answers = self.sample(requests, version)
         return [answers[start : start + job.group_size] for start in range(0, len(answers), job.group_size)]
+
+    def _take(self, id: TrajectoryId, answer: RealAnswer, version: int) -> None:
+        number, place = divmod(id, self._job.group_size)
+        group = self._groups[number]
+        group.lengths[place] = max(1, round(len(answer.tokens) * self._scale))
+        group.rewards[place] = answer.reward
+        self.records[id] = _record(answer)
+        self._version[id] = version
 
 
 def _record(answer: RealAnswer) -> TrajectoryRecord:
@@ -112,7 +133,7 @@ def _record(answer: RealAnswer) -> TrajectoryRecord:
     record.tokens.extend(answer.tokens)
     record.logprobs.extend(answer.logprobs)
     record.reward = answer.reward
-    record.truncated = "length" if answer.truncated else ""
+    record.truncated = "tokens" if answer.truncated else ""
     return record
 
 
@@ -126,11 +147,12 @@ class LearningWorld(World):
         learner: Learner,
         *,
         seed: int,
-        on_version: Callable[[int, float, Mapping[str, Tensor]], None],
+        on_version: Callable[[int, float], None],
+        sink: Sink | None = None,
     ) -> None:
-        """`on_version` receives each version, its time in virtual seconds, and its weights."""
-        super().__init__(workload, seed=seed, answers=answers)
-        self.real = answers
+        """`on_version` receives each version and its time in virtual seconds."""
+        super().__init__(workload, seed=seed, sink=sink, answers=answers)
+        self._real = answers
         self._learner = learner
         self._on_version = on_version
         self._digest = hashlib.blake2b(digest_size=16)
@@ -142,12 +164,31 @@ class LearningWorld(World):
 
     def _on_admit_group(self, order: cmd.AdmitGroup) -> None:
         super()._on_admit_group(order)
-        self.real.admit(order.group, order.version, self._learner.versions[order.version])
+        self._real.admit(order.group, order.version)
+
+    def _on_generate(self, order: cmd.Generate) -> None:
+        """Send a request; where weights change under requests, its answer may continue under a newer version."""
+        self._real.change_version([(order.trajectory, order.num_tokens)], order.version)
+        old = self._interrupted.get(order.trajectory)
+        if old is not None:
+            old.total = max(old.offset, self._length(order.trajectory))
+        super()._on_generate(order)
+
+    def _update(self, instance: SimulatedInstance, version: VersionId) -> None:
+        super()._update(instance, version)
+        states = [(id, instance.tokens(request)) for id, request in instance.requests.items()]
+        self._real.change_version(states, version)
+        for id, num_tokens in states:
+            instance.change_total(instance.requests[id], max(num_tokens, self._length(id)))
+
+    def _length(self, id: TrajectoryId) -> int:
+        number, place = divmod(id, self.settings.group_size)
+        return self.answers.group(number).lengths[place]
 
     def _on_train_micro_batch(self, order: cmd.TrainMicroBatch) -> None:
         super()._on_train_micro_batch(order)
         groups = {group.id: group for group in self.state.feed.groups(order.step)}
-        parts = build_wave(order, records=self.real.records, groups=groups, group_size=self.settings.group_size)
+        parts = build_wave(order, records=self._real.records, groups=groups, group_size=self.settings.group_size)
         (wave,) = spread(parts, num_ranks=1)
         self._digest.update(msgspec.msgpack.encode([order.step, order.index, wave.trajectories.tolist()]))
         self._digest.update(wave.tokens.tobytes() + wave.behavior_logprobs.tobytes())
@@ -156,13 +197,15 @@ class LearningWorld(World):
     def _publish(self, version: VersionId) -> ev.Event:
         event = super()._publish(version)
         self._digest.update(msgspec.msgpack.encode([version, self.now]))
-        self._on_version(version, self.now, self._learner.versions[version])
-        needed = [*self._tags.values(), *(i.version for i in self.instances if i.version is not None), version]
-        self._learner.versions.forget_before(min(needed))
+        self._on_version(version, self.now)
+        held = (instance.version for instance in self.instances if instance.version is not None)
+        pushed = (order.version for order, _ in self._pushes.values())
+        self._learner.versions.forget_before(min([*self._tags.values(), *held, *pushed, version]))
         return event
 
     handlers: ClassVar = {
         **World.handlers,
         cmd.AdmitGroup: _on_admit_group,
+        cmd.Generate: _on_generate,
         cmd.TrainMicroBatch: _on_train_micro_batch,
     }
