@@ -26,7 +26,7 @@ from dora.config.schema import Config
 from dora.core.ids import StepId
 from dora.learning.learner import Learner as OneRankLearner
 from dora.learning.learner import Weights
-from dora.learning.sampler import RealAnswer, Sampler, SampleRequest
+from dora.learning.sampler import AnswerRequest, RealAnswer, Sampler
 from dora.tasks.prompts import Prompt
 from dora.tasks.sources import derive_seed
 from dora.transport.messages import MicroBatch
@@ -68,7 +68,7 @@ class Rollout:
         size, seed = self._config.rollout.group_size, self._config.run.seed
         prompts = [self.inputs.stream.at(position) for position in positions]
         requests = [
-            SampleRequest(cast(Prompt, prompt), derive_seed(seed, "sample", position, sibling))
+            AnswerRequest(cast(Prompt, prompt), derive_seed(seed, "sample", position, sibling))
             for position, prompt in zip(positions, prompts, strict=True)
             for sibling in range(size)
         ]

@@ -17,8 +17,8 @@ from dora.config.load import load
 from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.learning.learner import Learner, OneRank
-from dora.learning.sampler import Sampler, SampleRequest
-from dora.learning.world import Job, LearningWorld, RealAnswers
+from dora.learning.sampler import AnswerRequest, Sampler
+from dora.learning.world import AnswerJob, LearningWorld, RealAnswers
 from dora.sim.workload import Workload, checked
 from dora.tasks.prompts import Prompt
 from dora.tasks.sources import derive_seed
@@ -42,7 +42,7 @@ class LearningCurve(msgspec.Struct, frozen=True):
     max_staleness: int
     seed: int
     points: list[Point]  #: of all versions, from 0
-    steps: list[dict[str, float]]  #: the trainer's metrics
+    steps: list[dict[str, float]]  #: the trainer's metrics, without times
     staleness: float  #: mean of all trained groups
     digest: str  #: of all waves and of the times of versions; equal digests mean equal histories
 
@@ -71,8 +71,11 @@ def configured(path: Path, workload: Workload, overrides: Sequence[str] = (), *,
         raise ConfigError(f"{path}: environment.name: only single answers are simulated")
     if not config.eval.sets:
         raise ConfigError(f"{path}: eval.sets: a curve needs a held-out set")
+    if workload.tools.max_turns > 1:
+        raise ConfigError("tools.calls: a policy that learns makes no calls; remove them from the workload")
     cap = max(1, round(config.rollout.max_new_tokens * workload.lengths.scale))
-    return config, checked(workload.with_changes(lengths={"regime": "A", "cap": cap}), origin=str(path))
+    fitted = workload.with_changes(job={"eval_samples": 0}, lengths={"regime": "A", "cap": cap})
+    return config, checked(fitted, origin=str(path))
 
 
 def learn(
@@ -98,10 +101,10 @@ def learn(
 
         def published(version: int, at_s: float) -> None:
             if version:
-                steps.append(learner.metrics)
+                steps.append({name: value for name, value in learner.metrics.items() if not name.endswith("_s")})
             score = None
             if version % config.eval.every == 0 or version == config.run.steps:
-                found = answers.sample(scored, version, temperature=inputs.evaluations.sets[0].temperature)
+                found = answers.answer(scored, version, temperature=inputs.evaluations.sets[0].temperature)
                 score = math.fsum(answer.reward for answer in found) / len(found)
             points.append(Point(version, at_s, score))
             shown = f", held-out reward {score:.3f}" if score is not None else ""
@@ -119,12 +122,12 @@ def learn(
         seed,
         points,
         steps,
-        sum(lag * count for lag, count in enumerate(counts)) / sum(counts),
+        sum(staleness * count for staleness, count in enumerate(counts)) / sum(counts),
         world.digest,
     )
 
 
-def job_of(config: Config, inputs: Inputs) -> Job:
+def job_of(config: Config, inputs: Inputs) -> AnswerJob:
     """Return what is sampled; its `prompt_at` raises ConfigError for a prompt that is over the limit."""
 
     @lru_cache(KEPT_PROMPTS)
@@ -135,11 +138,11 @@ def job_of(config: Config, inputs: Inputs) -> Job:
             raise ConfigError(f"task.sources: prompt {number} {why}")
         return prompt
 
-    return Job(prompt_at, config.rollout.temperature, config.run.seed, config.rollout.group_size)
+    return AnswerJob(prompt_at, config.rollout.temperature, config.run.seed, config.rollout.group_size)
 
 
-def held_out(inputs: Inputs) -> list[SampleRequest]:
+def held_out(inputs: Inputs) -> list[AnswerRequest]:
     """Return requests for the first held-out set."""
     return [
-        SampleRequest(prompt, derive_seed("eval", prompt.position)) for prompt in inputs.evaluations.sets[0].prompts
+        AnswerRequest(prompt, derive_seed("eval", prompt.position)) for prompt in inputs.evaluations.sets[0].prompts
     ]

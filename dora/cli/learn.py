@@ -17,6 +17,7 @@ _HEAD = ("strategy", "K", "seed", "step s", "staleness", "held out, first", "hel
 def learn_all(found: Sequence[Case], *, config: Path, json: Path | None) -> None:
     """Simulate each case, print a table, and write the curves to `json`."""
     prepared = [(*configured(config, workload, seed=seed), seed) for workload, seed in found]
+    say(f"{config}: real answers and updates; a token takes as long as {found[0][0].lengths.scale:g} of the workload")
     curves: list[LearningCurve] = []
     for number, (settings, workload, seed) in enumerate(prepared, start=1):
         case = f"{number} of {len(found)}: {workload.job.strategy}, K = {workload.rules.max_staleness}, seed {seed}"

@@ -86,9 +86,9 @@ class _Reports:
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
 
-    def send(self, message: Any) -> None:
-        if isinstance(message, StepDone):
-            self.metrics = message.metrics
+    def send(self, report: Any) -> None:
+        if isinstance(report, StepDone):
+            self.metrics = report.metrics
 
 
 class _Rank(Trainer):

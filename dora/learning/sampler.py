@@ -41,7 +41,7 @@ class RealAnswer:
     truncated: bool
 
 
-class SampleRequest(NamedTuple):
+class AnswerRequest(NamedTuple):
     """An answer to sample, or to continue after `tokens`."""
 
     prompt: Prompt
@@ -71,7 +71,7 @@ class Sampler:
         """Sample under these weights from now on."""
         self._decoder.put(weights.items())
 
-    def answer(self, requests: Sequence[SampleRequest], *, temperature: float) -> list[RealAnswer]:
+    def answer(self, requests: Sequence[AnswerRequest], *, temperature: float) -> list[RealAnswer]:
         """Return one answer for each request."""
         generations = [
             Generation(
@@ -99,7 +99,7 @@ class Sampler:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
-    def _graded(self, request: SampleRequest, done: Generation) -> RealAnswer:
+    def _graded(self, request: AnswerRequest, done: Generation) -> RealAnswer:
         prompt, tokens = request.prompt, [*request.tokens, *done.output_ids]
         graded = GradeRequest(
             prompt=prompt.text,

@@ -25,7 +25,7 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import TrajectoryId, VersionId
 from dora.learning.learner import Learner, VersionsInMemory
-from dora.learning.sampler import RealAnswer, Sampler, SampleRequest
+from dora.learning.sampler import AnswerRequest, RealAnswer, Sampler
 from dora.sim.answers import SimulatedGroup
 from dora.sim.instance import SimulatedInstance
 from dora.sim.workload import Workload
@@ -37,7 +37,7 @@ from dora.tasks.sources import derive_seed
 BLOCK: Final = 8
 
 
-class Job(NamedTuple):
+class AnswerJob(NamedTuple):
     """What a policy samples for."""
 
     prompt_at: Callable[[int], Prompt]  #: the prompt of a group
@@ -49,7 +49,7 @@ class Job(NamedTuple):
 class RealAnswers:
     """The groups of a job, sampled when they are admitted."""
 
-    def __init__(self, job: Job, sampler: Sampler, versions: VersionsInMemory, *, workload: Workload) -> None:
+    def __init__(self, job: AnswerJob, sampler: Sampler, versions: VersionsInMemory, *, workload: Workload) -> None:
         """`workload`: `lengths.scale` is the number of simulated tokens per real one."""
         self._job, self._sampler, self._versions = job, sampler, versions
         self._scale = workload.lengths.scale
@@ -68,7 +68,7 @@ class RealAnswers:
         """Sample a group."""
         block, place = divmod(number, BLOCK)
         if (block, version) not in self._blocks:
-            self._blocks[block, version] = self._sample_block(block, version)
+            self._blocks[block, version] = self._answer_block(block, version)
         size = self._job.group_size
         self._groups[number] = SimulatedGroup(self._unsampled.prompt_tokens, [0] * size, [0.0] * size)
         for sibling, answer in enumerate(self._blocks[block, version][place]):
@@ -85,11 +85,11 @@ class RealAnswers:
             seed = derive_seed(self._job.seed, "continue", id, version)
             tokens, logprobs = record.tokens[:known], record.logprobs[:known]
             chosen.append(id)
-            requests.append(SampleRequest(record.prompt, seed, tokens, logprobs))
-        for id, answer in zip(chosen, self.sample(requests, version), strict=True):
+            requests.append(AnswerRequest(record.prompt, seed, tokens, logprobs))
+        for id, answer in zip(chosen, self.answer(requests, version), strict=True):
             self._take(id, answer, version)
 
-    def sample(self, requests: Sequence[SampleRequest], version: int, *, temperature: float = -1.0) -> list[RealAnswer]:
+    def answer(self, requests: Sequence[AnswerRequest], version: int, *, temperature: float = -1.0) -> list[RealAnswer]:
         """Return answers under a version; at the temperature of the job, unless one is given."""
         if not requests:
             return []
@@ -109,14 +109,14 @@ class RealAnswers:
         for block, version in [key for key in self._blocks if (key[0] + 1) * BLOCK <= number]:
             del self._blocks[block, version]
 
-    def _sample_block(self, block: int, version: int) -> list[list[RealAnswer]]:
+    def _answer_block(self, block: int, version: int) -> list[list[RealAnswer]]:
         job = self._job
         requests = [
-            SampleRequest(job.prompt_at(number), derive_seed(job.seed, "sample", number, sibling))
+            AnswerRequest(job.prompt_at(number), derive_seed(job.seed, "sample", number, sibling))
             for number in range(block * BLOCK, (block + 1) * BLOCK)
             for sibling in range(job.group_size)
         ]
-        answers = self.sample(requests, version)
+        answers = self.answer(requests, version)
         return [answers[start : start + job.group_size] for start in range(0, len(answers), job.group_size)]
 
     def _take(self, id: TrajectoryId, answer: RealAnswer, version: int) -> None:

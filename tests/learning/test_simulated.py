@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
@@ -23,6 +24,7 @@ from dora.learning.learner import Learner, OneRank
 from dora.learning.sampler import Sampler
 from dora.learning.world import BLOCK, LearningWorld, RealAnswers
 from dora.sim.workload import Workload
+from tests.e2e.runs import assert_one_clear_error, run_to_end
 from tests.learning.test_harness import TINY, PlainTrainer
 
 #: Sizes come from the workload.
@@ -159,3 +161,28 @@ def test_what_cannot_be_simulated_is_refused_by_name(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             prepared(workload(), *changes)
+    calls = workload().with_changes(tools={"calls": (0.5, 0.5)})
+    with pytest.raises(ConfigError, match=r"tools\.calls: a policy that learns makes no calls"):
+        prepared(calls)
+
+
+@pytest.mark.deep
+def test_the_command_prints_a_row_for_each_case_and_writes_the_curves(tmp_path: Path) -> None:
+    file, curves = tmp_path / "small.toml", tmp_path / "curves.json"
+    file.write_text(
+        "[job]\nsteps = 2\ngroups_per_step = 8\ngroup_size = 4\n[lengths]\nscale = 100.0\n"
+        "[fleet]\ndevices = 6\nrollout_devices = 4\n"
+    )
+    asked = ("simulate", str(file), "--learn", str(cells.PROFILE))
+    done = run_to_end(*asked, "--k", "0,1", "--json", str(curves))
+    assert (done.returncode, done.stderr) == (0, "")
+    table = done.stdout.splitlines()[-3:]
+    assert table[0].split()[:4] == ["strategy", "K", "seed", "step"]
+    assert [line.split()[:3] for line in table[1:]] == [["dora", "0", "0"], ["dora", "1", "0"]]
+    found = json.loads(curves.read_text())
+    assert [curve["digest"][:8] for curve in found] == [line.split()[-1] for line in table[1:]]
+    assert [point["version"] for point in found[0]["points"]] == [0, 1, 2]
+    refused = run_to_end(*asked, "--wide")
+    assert_one_clear_error(refused, code=2, says="--learn: is not valid with --pictures, --wide and --processes")
+    missing = run_to_end("simulate", str(file), "--learn", str(tmp_path / "no.toml"))
+    assert_one_clear_error(missing, code=2, says="no.toml: no such file")
