@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
@@ -32,7 +33,12 @@ class Point(msgspec.Struct, frozen=True):
 
     version: int
     at_s: float  #: virtual seconds
-    heldout: float | None  #: mean reward of the first held-out set; None if the version was not evaluated
+    rewards: list[float]  #: of the first held-out set, by prompt; empty if the version was not evaluated
+
+    @property
+    def heldout(self) -> float | None:
+        """The mean reward; None if the version was not evaluated."""
+        return math.fsum(self.rewards) / len(self.rewards) if self.rewards else None
 
 
 class LearningCurve(msgspec.Struct, frozen=True):
@@ -43,6 +49,7 @@ class LearningCurve(msgspec.Struct, frozen=True):
     seed: int
     points: list[Point]  #: of all versions, from 0
     steps: list[dict[str, float]]  #: the trainer's metrics, without times
+    answer_tokens: list[float]  #: real tokens of a trained answer, mean of each step
     staleness: float  #: mean of all trained groups
     digest: str  #: of all waves and of the times of versions; equal digests mean equal histories
 
@@ -102,12 +109,11 @@ def learn(
         def published(version: int, at_s: float) -> None:
             if version:
                 steps.append({name: value for name, value in learner.metrics.items() if not name.endswith("_s")})
-            score = None
-            if version % config.eval.every == 0 or version == config.run.steps:
-                found = answers.answer(scored, version, temperature=inputs.evaluations.sets[0].temperature)
-                score = math.fsum(answer.reward for answer in found) / len(found)
-            points.append(Point(version, at_s, score))
-            shown = f", held-out reward {score:.3f}" if score is not None else ""
+            is_scored = version % config.eval.every == 0 or version == config.run.steps
+            temperature = inputs.evaluations.sets[0].temperature
+            found = answers.answer(scored if is_scored else (), version, temperature=temperature)
+            points.append(Point(version, at_s, [answer.reward for answer in found]))
+            shown = f", held-out reward {points[-1].heldout:.3f}" if found else ""
             show(f"version {version} of {config.run.steps} after {at_s:,.0f} simulated seconds{shown}")
 
         world = LearningWorld(workload, answers, learner, seed=seed, on_version=published)
@@ -122,6 +128,7 @@ def learn(
         seed,
         points,
         steps,
+        [fmean(world.answer_tokens[step]) for step in range(workload.job.steps)],
         sum(staleness * count for staleness, count in enumerate(counts)) / sum(counts),
         world.digest,
     )

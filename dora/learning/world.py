@@ -155,6 +155,7 @@ class LearningWorld(World):
         self._real = answers
         self._learner = learner
         self._on_version = on_version
+        self.answer_tokens: dict[int, list[int]] = {}  #: by step: lengths of the trained answers, in real tokens
         self._digest = hashlib.blake2b(digest_size=16)
 
     @property
@@ -190,6 +191,8 @@ class LearningWorld(World):
         groups = {group.id: group for group in self.state.feed.groups(order.step)}
         parts = build_wave(order, records=self._real.records, groups=groups, group_size=self.settings.group_size)
         (wave,) = spread(parts, num_ranks=1)
+        lengths = self.answer_tokens.setdefault(order.step, [])
+        lengths += [len(self._real.records[TrajectoryId(id)].tokens) for id in wave.trajectories.tolist()]
         self._digest.update(msgspec.msgpack.encode([order.step, order.index, wave.trajectories.tolist()]))
         self._digest.update(wave.tokens.tobytes() + wave.behavior_logprobs.tobytes())
         self._learner.train(wave)
