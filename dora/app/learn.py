@@ -91,10 +91,12 @@ def learn(
     *,
     seed: int,
     show: Callable[[str], None],
+    every: int = 1,
 ) -> LearningCurve:
     """Simulate a workload whose answers and versions are real.
 
-    `config`: as `configured` returns it. `show` receives a line about the progress.
+    `config`: as `configured` returns it. `every`: one in so many groups is sampled and trained, the others borrow
+    lengths and rewards from these. `show` receives a line about the progress.
     """
     inputs = open_inputs(config)
     points: list[Point] = []
@@ -104,7 +106,7 @@ def learn(
         sampler = Sampler(config, model=inputs.model, tokenizer=inputs.tokenizer)
         settings = trainer_settings(config, max_staleness=workload.settings().max_lag)
         learner = Learner(settings, model=inputs.model)
-        answers = RealAnswers(job_of(config, inputs), sampler, learner.versions, workload=workload)
+        answers = RealAnswers(job_of(config, inputs, every=every), sampler, learner.versions, workload=workload)
 
         def published(version: int, at_s: float) -> None:
             if version:
@@ -134,8 +136,8 @@ def learn(
     )
 
 
-def job_of(config: Config, inputs: Inputs) -> AnswerJob:
-    """Return what is sampled; its `prompt_at` raises ConfigError for a prompt that is over the limit."""
+def job_of(config: Config, inputs: Inputs, *, every: int = 1) -> AnswerJob:
+    """Return what is sampled, of one in `every` groups; `prompt_at` raises ConfigError for a prompt over the limit."""
 
     @lru_cache(KEPT_PROMPTS)
     def prompt_at(number: int) -> Prompt:
@@ -145,7 +147,7 @@ def job_of(config: Config, inputs: Inputs) -> AnswerJob:
             raise ConfigError(f"task.sources: prompt {number} {why}")
         return prompt
 
-    return AnswerJob(prompt_at, config.rollout.temperature, config.run.seed, config.rollout.group_size)
+    return AnswerJob(prompt_at, config.rollout.temperature, config.run.seed, config.rollout.group_size, every)
 
 
 def held_out(inputs: Inputs) -> list[AnswerRequest]:

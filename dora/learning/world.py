@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, Final, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from dora.controller.batches import build_wave, spread
 from dora.controller.trajectories import TrajectoryRecord
@@ -44,6 +45,7 @@ class AnswerJob(NamedTuple):
     temperature: float
     seed: int
     group_size: int
+    every: int = 1  #: one of so many groups is sampled and trained; the others borrow lengths and rewards from these
 
 
 class RealAnswers:
@@ -65,19 +67,36 @@ class RealAnswers:
         return self._groups.get(number, self._unsampled)
 
     def admit(self, number: int, version: int) -> None:
-        """Sample a group."""
-        block, place = divmod(number, BLOCK)
+        """Sample a group, or borrow the lengths and rewards of one that was sampled under the same version."""
+        block, place = divmod(number // self._job.every, BLOCK)
         if (block, version) not in self._blocks:
             self._blocks[block, version] = self._answer_block(block, version)
+        answers = self._blocks[block, version]
+        if not self.is_trained(number):
+            lender = answers[derive_seed(self._job.seed, "lender", number) % BLOCK]
+            lengths, rewards = map(self._simulated, lender), (answer.reward for answer in lender)
+            self._groups[number] = SimulatedGroup(self._unsampled.prompt_tokens, [*lengths], [*rewards])
+            return
         size = self._job.group_size
         self._groups[number] = SimulatedGroup(self._unsampled.prompt_tokens, [0] * size, [0.0] * size)
-        for sibling, answer in enumerate(self._blocks[block, version][place]):
+        for sibling, answer in enumerate(answers[place]):
             self._take(TrajectoryId(number * size + sibling), answer, version)
+
+    def is_trained(self, number: int) -> bool:
+        """Return whether a group is sampled and trained."""
+        return number == self._trained_of(number // self._job.every)
+
+    def _trained_of(self, window: int) -> int:
+        """Return the group of a window of `every` groups that is trained."""
+        every = self._job.every
+        return window * every + derive_seed(self._job.seed, "trained", window) % every
 
     def change_version(self, states: Sequence[tuple[TrajectoryId, int]], version: int) -> None:
         """Sample again what these answers have after their first simulated tokens, unless that has this version."""
         chosen, requests = [], []
         for id, num_tokens in states:
+            if id not in self.records:
+                continue  # what is borrowed stays as it is
             record = self.records[id]
             known = min(int(num_tokens / self._scale), len(record.tokens))
             if self._version[id] == version or known == len(record.tokens):
@@ -104,16 +123,16 @@ class RealAnswers:
         for group in [group for group in self._groups if group < number]:
             del self._groups[group]
             for sibling in range(group * size, (group + 1) * size):
-                del self.records[TrajectoryId(sibling)]
-                del self._version[TrajectoryId(sibling)]
-        for block, version in [key for key in self._blocks if (key[0] + 1) * BLOCK <= number]:
+                self.records.pop(TrajectoryId(sibling), None)
+                self._version.pop(TrajectoryId(sibling), None)
+        for block, version in [key for key in self._blocks if (key[0] + 1) * BLOCK * self._job.every <= number]:
             del self._blocks[block, version]
 
     def _answer_block(self, block: int, version: int) -> list[list[RealAnswer]]:
         job = self._job
         requests = [
             AnswerRequest(job.prompt_at(number), derive_seed(job.seed, "sample", number, sibling))
-            for number in range(block * BLOCK, (block + 1) * BLOCK)
+            for number in map(self._trained_of, range(block * BLOCK, (block + 1) * BLOCK))
             for sibling in range(job.group_size)
         ]
         answers = self.answer(requests, version)
@@ -122,10 +141,14 @@ class RealAnswers:
     def _take(self, id: TrajectoryId, answer: RealAnswer, version: int) -> None:
         number, place = divmod(id, self._job.group_size)
         group = self._groups[number]
-        group.lengths[place] = max(1, round(len(answer.tokens) * self._scale))
+        group.lengths[place] = self._simulated(answer)
         group.rewards[place] = answer.reward
         self.records[id] = _record(answer)
         self._version[id] = version
+
+    def _simulated(self, answer: RealAnswer) -> int:
+        """Return the number of simulated tokens of an answer."""
+        return max(1, round(len(answer.tokens) * self._scale))
 
 
 def _record(answer: RealAnswer) -> TrajectoryRecord:
@@ -189,10 +212,14 @@ class LearningWorld(World):
     def _on_train_micro_batch(self, order: cmd.TrainMicroBatch) -> None:
         super()._on_train_micro_batch(order)
         groups = {group.id: group for group in self.state.feed.groups(order.step)}
-        parts = build_wave(order, records=self._real.records, groups=groups, group_size=self.settings.group_size)
+        records = self._real.records
+        ranks = tuple(tuple(id for id in ids if id in records) for ids in order.ranks)
+        parts = build_wave(
+            replace(order, ranks=ranks), records=records, groups=groups, group_size=self.settings.group_size
+        )
         (wave,) = spread(parts, num_ranks=1)
         lengths = self.answer_tokens.setdefault(order.step, [])
-        lengths += [len(self._real.records[TrajectoryId(id)].tokens) for id in wave.trajectories.tolist()]
+        lengths += [len(records[TrajectoryId(id)].tokens) for id in wave.trajectories.tolist()]
         self._digest.update(msgspec.msgpack.encode([order.step, order.index, wave.trajectories.tolist()]))
         self._digest.update(wave.tokens.tobytes() + wave.behavior_logprobs.tobytes())
         self._learner.train(wave)

@@ -53,7 +53,7 @@ def learned(one: Workload, *changes: str, seed: int = 0) -> LearningCurve:
 class Recorded:
     """A simulated job with everything that a test may want to look at afterwards."""
 
-    def __init__(self, one: Workload) -> None:
+    def __init__(self, one: Workload, *, every: int = 1) -> None:
         self.config, self.workload = prepared(one)
         self.commands: list[cmd.Command] = []
         self.lengths: dict[TrajectoryId, int] = {}  #: simulated tokens of complete answers
@@ -64,12 +64,15 @@ class Recorded:
             sampler = Sampler(self.config, model=inputs.model, tokenizer=inputs.tokenizer)
             settings = trainer_settings(self.config, max_staleness=self.workload.settings().max_lag)
             learner = Learner(settings, model=inputs.model)
-            real = RealAnswers(job_of(self.config, inputs), sampler, learner.versions, workload=self.workload)
+            real = RealAnswers(
+                job_of(self.config, inputs, every=every), sampler, learner.versions, workload=self.workload
+            )
 
             def note(event: ev.Event, orders: Sequence[cmd.Command]) -> None:
                 if isinstance(event, ev.GenerationFinished):
                     self.lengths[event.trajectory] = event.num_tokens
-                    self.answers[event.trajectory] = list(real.records[event.trajectory].tokens)
+                    if event.trajectory in real.records:
+                        self.answers[event.trajectory] = list(real.records[event.trajectory].tokens)
                 self.commands += orders
 
             self.world = LearningWorld(
@@ -135,6 +138,24 @@ def test_weights_that_change_under_requests_change_the_rest_of_their_answers(str
         mixed += simulated != SCALE * real
     assert run.world.state.counters.version_conflicts > 0
     assert mixed < len(run.lengths)
+
+
+def test_one_group_in_four_is_sampled_and_trained_and_lends_its_lengths_to_the_others() -> None:
+    run = Recorded(workload(k=1).with_changes(job={"groups_per_step": 16}), every=4)
+    groups = {id // 4 for id in run.lengths}
+    sampled = {id // 4 for id in run.answers}
+    assert [number // 4 for number in sorted(sampled)] == list(range(len(sampled)))  # one in each window of four
+    assert len(groups) - 3 <= 4 * len(sampled) <= len(groups) + 3
+    lent = {tuple(run.lengths[TrajectoryId(4 * group + i)] for i in range(4)) for group in groups - sampled}
+    owned = {
+        tuple(SCALE * len(run.answers[TrajectoryId(4 * group + i)]) for i in range(4))
+        for group in sampled
+        if all(TrajectoryId(4 * group + i) in run.answers for i in range(4))
+    }
+    assert len(lent & owned) > len(lent) / 2  # the others are lent by groups that were not admitted
+    assert sum(map(len, run.world.answer_tokens.values())) == 4 * len(
+        {order.group for order in run.commands if isinstance(order, cmd.CommitGroup)} & sampled
+    )
 
 
 def test_a_simulation_repeats_itself() -> None:
