@@ -1,7 +1,7 @@
 """Predictions from measured servers, beside the runs that they predict.
 
-Run: python bench/predictions.py [--full]. Three jobs on four embedded engines and one rank, whose policy of 4 million
-random parameters answers up to the token budget now and then. Each is run; then `dora check --measure --from RUN`
+Run: python bench/predictions.py [--full]. Three jobs on four embedded engines and one rank, whose random policy
+answers up to the token budget now and then. Each is run; then `dora check --measure --from RUN`
 measures its idle servers, and takes lengths and trainer from the run; then `dora simulate` predicts the step. The step
 of a run is the mean after its first WARMUP steps. The bar is an error of a tenth. With `--full`, runs have three times
 as many steps.
@@ -96,10 +96,11 @@ def main() -> None:
     """Measure all jobs."""
     options = parser(__doc__).parse_args()
     steps = STEPS * (3 if options.full else 1)
-    report = Report(__doc__, full=options.full, sizes=f"3 jobs of {steps} steps, 4 engines, 1 rank, 4 M parameters")
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        make_model(model)
+        millions = make_model(model) / 1e6
+        sizes = f"3 jobs of {steps} steps, 4 engines, 1 rank, {millions:.1f} M parameters"
+        report = Report(__doc__, full=options.full, sizes=sizes)
         for number, (what, settings) in enumerate(JOBS.items()):
             ran, predicted = measure(Path(folder) / f"job-{number}", settings, model=model, steps=steps)
             error = predicted / ran - 1

@@ -12,7 +12,8 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -24,10 +25,11 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "bench" / "sweeps")]
 from result import commit, today  # noqa: E402
 from simulation_found import table  # noqa: E402
 
+from dora.errors import ConfigError  # noqa: E402
 from dora.sim.limit import limits  # noqa: E402
-from dora.sim.plan import FINAL_STEPS, search, shortened, splits_of  # noqa: E402
+from dora.sim.plan import FINAL_STEPS, search, shortened  # noqa: E402
 from dora.sim.sweep import simulate  # noqa: E402
-from dora.sim.workload import load  # noqa: E402
+from dora.sim.workload import Workload, checked, load  # noqa: E402
 
 RESULTS: Final = ROOT / "bench" / "results" / "exhaustive.jsonl"
 K: Final = 3
@@ -67,6 +69,15 @@ def _plan(plan: tuple[int, int, float]) -> str:
     return f"{width}, {rolling}, {step_s:.1f}"
 
 
+def all_plans(base: Workload) -> Iterator[Workload]:
+    """Yield every number of servers of every width; the search leaves some out on large fleets."""
+    for width in base.fleet.widths:
+        wide = base.with_width(width)
+        for servers in range(1, base.fleet.devices // width + 1):
+            with suppress(ConfigError):
+                yield checked(wide.with_changes(fleet={"rollout_devices": servers * width}), origin="a split")
+
+
 def main() -> None:
     """Compare the jobs that are named, or both."""
     gc.disable()
@@ -75,11 +86,8 @@ def main() -> None:
         began = time.process_time()
         searched = search(base, staleness=[K])[0]
         search_s = time.process_time() - began
-        plans = []
-        for width in base.fleet.widths:
-            splits, _ = splits_of(base.with_width(width), origin=name)
-            shown = [shortened(split, steps=FINAL_STEPS) for split in splits]
-            plans += list(zip([limit.step_s for limit in limits(shown, seed=0)], shown, strict=True)) if shown else []
+        shown = [shortened(one, steps=FINAL_STEPS) for one in all_plans(base)]
+        plans = list(zip([limit.step_s for limit in limits(shown, seed=0)], shown, strict=True))
         plans.sort(key=lambda plan: plan[0])
         best, tried = (0, 0, float("inf")), 0
         for limit_s, one in plans:

@@ -1,7 +1,7 @@
 """The lengths of `dora check --measure --sample`: those of answers to the first prompts of the run, by its servers.
 
 Every prompt has a whole group of answers, sampled as in the run, each to its end, because a plan depends on the longest
-ones. Invariant: a server that sends nothing for STALL_S ends the wait.
+ones. Invariant: the wait ends once nothing has moved for STALL_S: no token has come, and no answer has been graded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dora.tasks.pool import Graded, GraderPool
 from dora.tasks.prompts import Prompt
 from dora.tasks.rewards import GradeRequest
 
-#: Longest time without a token of any answer.
+#: Longest time without a token of any answer, and without a graded one: graders may need longer than the servers.
 STALL_S: Final = 300.0
 
 
@@ -91,7 +91,7 @@ class _Sampling:
                     for prompt, server in zip(prompts, itertools.cycle(slots), strict=False)
                 ]
         except TimeoutError:
-            raise RemoteError(f"--sample: no server sent a token for {STALL_S:g} s") from None
+            raise RemoteError(f"--sample: no token came and no answer was graded for {STALL_S:g} s") from None
         except ExceptionGroup as group:
             raise first_of(group) from group
         return [[task.result() for task in group] for group in running]
@@ -127,6 +127,7 @@ class _Sampling:
                 source=prompt.label,
             )
         )
+        self._wait_again()
         self._ended += 1
         self._progress()
         return SampledAnswer(max(1, len(tokens)), outcome.reward if isinstance(outcome, Graded) else 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,8 +107,17 @@ async def test_a_server_that_is_lost_or_silent_ends_the_sample(monkeypatch: pyte
     with pytest.raises(ServerGone, match="gone"):
         await lengths_of(config_of(), Gone())
     monkeypatch.setattr(length_check, "STALL_S", 0.05)
-    with pytest.raises(RemoteError, match=r"--sample: no server sent a token for 0.05 s"):
+    with pytest.raises(RemoteError, match=r"--sample: no token came and no answer was graded for 0.05 s"):
         await lengths_of(config_of(), Silent())
+
+
+async def test_graders_may_take_longer_than_the_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen answers of 0.15 s each, on one grader, long after the last token."""
+    (tmp_path / "slow.py").write_text("import time\n\ndef score(response):\n    time.sleep(0.15)\n    return 1.0\n")
+    monkeypatch.setattr(length_check, "STALL_S", 1.5)
+    config = config_of(f'task.rewards=[{{kind="function", name="{tmp_path}/slow.py:score"}}]', "eval.sets=[]")
+    found, _ = await lengths_of(config, Servers())
+    assert [sum(group) for group in found.rewards] == [4.0] * 4
 
 
 async def test_episodes_are_not_sampled_as_single_answers() -> None:

@@ -28,7 +28,7 @@ if again:
     folder.mkdir()
 meeting.say("another word")
 meeting.hear("another word", rank=0)
-meeting.hear("one that nobody says", rank=0)
+meeting.hear("a word that is never said", rank=0)
 """
 
 
