@@ -54,11 +54,12 @@ def sweep(*, stages: Sequence[str], seeds: int, processes: int) -> bool:
 def run_cell(cell: Cell) -> Result:
     """Run one cell in this process, with one thread."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    from learning import harness  # after the number of threads is set
+    from dora.learning.learner import OneRank  # after the number of threads is set
+    from learning import harness
 
     config = cell.config()
     begun = time.perf_counter()
-    with harness.Process():
+    with OneRank():
         curve = harness.run(config, staleness=cell.staleness, eval_every=config.eval.every)
     metrics = {name: [_rounded(step[name]) for step in curve.steps] for name in cells.METRICS}
     seconds = round(time.perf_counter() - begun, 1)

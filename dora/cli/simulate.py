@@ -33,8 +33,9 @@ def simulate(
     json: Path | None,
     pictures: Path | None,
     processes: int | None,
+    learn: Path | None,
 ) -> None:
-    """Simulate every combination and print the table."""
+    """Simulate every combination and print the table. `learn`: a configuration whose policy learns meanwhile."""
     if instances and min(instances) < 1:
         raise ConfigError(f"--instances {min(instances)}: a fleet has at least one instance")
     if path is not None and recorded is not None:
@@ -54,8 +55,15 @@ def simulate(
         rules=rules,
         ablate=ablate,
     )
+    if learn is not None and (pictures is not None or wide or processes is not None):
+        raise ConfigError("--learn: is not valid with --pictures, --wide and --processes")
     _require_writable(json, pictures)
     say(*note.splitlines())
+    if learn is not None:
+        from dora.cli.learn import learn_all  # imports torch
+
+        learn_all(found, config=learn, json=json)
+        return
     processes = processes or min(2, os.cpu_count() or 1)
     results: list[Result] = []
     for result in run(found, processes=processes):

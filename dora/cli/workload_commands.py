@@ -54,6 +54,13 @@ def simulate(
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all results to this file.")] = None,
     pictures: Annotated[Path | None, typer.Option(metavar="DIR", help="Write SVG pictures to this folder.")] = None,
     processes: Processes = None,
+    learn: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CONFIG.toml",
+            help="Let a policy learn meanwhile: the task, model and objective of this configuration, in virtual time.",
+        ),
+    ] = None,
 ) -> None:
     """Simulate a job in virtual time with the real decision core.
 
@@ -77,6 +84,7 @@ def simulate(
         json=json,
         pictures=pictures,
         processes=processes,
+        learn=learn,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -84,6 +84,16 @@ class SimulatedGroup:
     def calls_of(self, sibling: int) -> tuple[Call, ...]:
         """Return the tool calls of one answer."""
         return self.calls[sibling] if self.calls else ()
+
+
+class AnswerSource(Protocol):
+    """What a world simulates: groups of answers by number."""
+
+    def group(self, number: int) -> SimulatedGroup:
+        """Return the answers of a group; before its admission, only its prompt has to be right."""
+
+    def forget_before(self, number: int) -> None:
+        """Drop groups below `number`, which are not requested again."""
 
 
 class Answers:

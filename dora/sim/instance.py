@@ -257,6 +257,15 @@ class SimulatedInstance:
             request.spans = self.spans(request)
         self.version = version
 
+    def change_total(self, request: Request, total: int) -> None:
+        """Change the length of an answer. Call `reach` first and `settle` afterwards."""
+        request.total = total
+        if request.running:
+            self._ages += 1
+            request.age = self._ages  # its earlier entry is stale now
+            self._ahead = None
+            heappush(self._ending, (request.stops_at - request.offset, request.order.trajectory, request.age))
+
     def spans(self, request: Request) -> tuple[Span, ...]:
         """Return the versions of the request's tokens."""
         assert self.version is not None

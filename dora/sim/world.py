@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush, heapreplace
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from dora.core import commands as cmd
 from dora.core import events as ev
@@ -28,7 +28,7 @@ from dora.core.invariants import check
 from dora.core.phases import GroupPhase
 from dora.core.state import State
 from dora.errors import InvariantViolation, RunFailed
-from dora.sim.answers import SimulatedGroup
+from dora.sim.answers import AnswerSource, SimulatedGroup
 from dora.sim.instance import SimulatedInstance
 from dora.sim.measure import Measure
 from dora.sim.server import Request
@@ -55,11 +55,14 @@ Action = Callable[[], ev.Event | None]
 class World:
     """One simulated job."""
 
-    def __init__(self, workload: Workload, *, seed: int, sink: Sink | None = None) -> None:
+    def __init__(
+        self, workload: Workload, *, seed: int, sink: Sink | None = None, answers: AnswerSource | None = None
+    ) -> None:
+        """`answers`: None for those of the workload."""
         self.workload = workload
         self.settings = workload.settings()
         self.state = State(self.settings)
-        self.answers = workload.answers(seed=seed)
+        self.answers: AnswerSource = answers or workload.answers(seed=seed)
         self.held_out = workload.answers(seed=seed + HELD_OUT)  #: one sample per group is used
         self.random = random.Random(seed)
         self.sink = sink  #: receives every event with its commands
@@ -140,7 +143,7 @@ class World:
         if orders:
             self._ordered_at = self.now
         for order in orders:
-            handler = _HANDLERS.get(type(order))
+            handler = self.handlers.get(type(order))
             if handler is not None:
                 handler(self, order)
         ledger = self.state.ledger
@@ -353,12 +356,16 @@ class World:
         if instance.requests:
             self._touched[instance.id] = instance
         if not fails:
-            instance.update(order.version)
-            instance.is_newest = order.version == self.newest
+            self._update(instance, order.version)
         self._plan_transfers()
         if fails:
             return ev.WeightPushFailed(self.now, order.instance, order.attempt, "a simulated failure")
         return ev.WeightPushFinished(self.now, order.instance, order.attempt, order.version)
+
+    def _update(self, instance: SimulatedInstance, version: VersionId) -> None:
+        """Change the weights of an instance, under its requests if there are any."""
+        instance.update(version)
+        instance.is_newest = version == self.newest
 
     def _on_condemn_instance(self, order: cmd.CondemnInstance) -> None:
         self._at(self.workload.fleet.stop_s, partial(self._lose, self.instances[order.instance], order.incarnation))
@@ -465,26 +472,26 @@ class World:
     def _end(self, order: cmd.FinishRun | cmd.FailRun) -> None:
         self.outcome = order
 
+    #: The handler of each command.
+    handlers: ClassVar[dict[type[cmd.Command], Callable[[Any, Any], None]]] = {
+        cmd.FetchPrompts: _on_fetch_prompts,
+        cmd.Generate: _on_generate,
+        cmd.CallEnvironment: _on_call_environment,
+        cmd.StopRequest: _on_stop_request,
+        cmd.GradeTrajectory: _on_grade_trajectory,
+        cmd.PushWeights: _on_push_weights,
+        cmd.TrainMicroBatch: _on_train_micro_batch,
+        cmd.CondemnInstance: _on_condemn_instance,
+        cmd.AdmitGroup: _on_admit_group,
+        cmd.CommitGroup: _on_commit_group,
+        cmd.CloseStep: _on_close_step,
+        cmd.DropGroup: _on_drop_group,
+        cmd.ForgetGroups: _on_forget_groups,
+        cmd.FinishRun: _end,
+        cmd.FailRun: _end,
+    }
+
 
 def _require(condition: object, message: str, *parts: object) -> None:
     if not condition:
         raise InvariantViolation(message.format(*parts))
-
-
-_HANDLERS: Final[dict[type[cmd.Command], Callable[[World, Any], None]]] = {
-    cmd.FetchPrompts: World._on_fetch_prompts,
-    cmd.Generate: World._on_generate,
-    cmd.CallEnvironment: World._on_call_environment,
-    cmd.StopRequest: World._on_stop_request,
-    cmd.GradeTrajectory: World._on_grade_trajectory,
-    cmd.PushWeights: World._on_push_weights,
-    cmd.TrainMicroBatch: World._on_train_micro_batch,
-    cmd.CondemnInstance: World._on_condemn_instance,
-    cmd.AdmitGroup: World._on_admit_group,
-    cmd.CommitGroup: World._on_commit_group,
-    cmd.CloseStep: World._on_close_step,
-    cmd.DropGroup: World._on_drop_group,
-    cmd.ForgetGroups: World._on_forget_groups,
-    cmd.FinishRun: World._end,
-    cmd.FailRun: World._end,
-}

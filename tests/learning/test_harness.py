@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from dora.config.load import load
 from dora.config.schema import Config
+from dora.learning.learner import OneRank
 from dora.seed.policy import model_folder
 
 TINY = (
@@ -21,7 +22,7 @@ TINY = (
 
 @pytest.fixture(autouse=True)
 def process() -> Iterator[None]:
-    with harness.Process():
+    with OneRank():
         yield
 
 

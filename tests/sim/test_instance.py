@@ -73,6 +73,18 @@ def test_reading_the_state_in_between_changes_nothing() -> None:
     assert [ends[TrajectoryId(i)] for i in range(3)] == pytest.approx(token_by_token(totals, prompt=100), rel=1e-9)
 
 
+@pytest.mark.parametrize("changed", [60, 400])
+def test_an_answer_whose_length_changes_ends_when_one_of_that_length_does(changed: int) -> None:
+    answers = [request(i, total=n) for i, n in enumerate([40, 170, 333])]
+    one = instance(SERVER, *answers)
+    one.reach(one.after(20))
+    one.change_total(answers[1], changed)
+    one.settle()
+    ends = run_out(one)
+    expected = token_by_token([40, changed, 333], prompt=100)
+    assert [ends[TrajectoryId(i)] for i in range(3)] == pytest.approx(expected, rel=1e-9)
+
+
 def test_steps_in_a_span_are_the_inverse_of_the_time_they_take() -> None:
     for per_token_s in (0.0, 1e-5):
         server = SimulatedServer(decode=DecodeTime(per_token_s=per_token_s), kv_tokens=1_000_000)

@@ -11,8 +11,10 @@ from dora.engine.api import InferenceEngine
 from dora.engine.sglang import launch, protocol
 
 DORA = Path(__file__).parents[2] / "dora"
-#: Folders that may use its words, and two files: the table of engines, and the options of `dora serve`.
-MAY_KNOW = ("engine/sglang/", "embedded/", "paced/", "config/", "engine/engines.py", "cli/processes.py")
+#: Folders that may use its words, and three files: the table of engines, the options of `dora serve`, and what calls
+#: the embedded engine in its own process.
+FOLDERS = ("engine/sglang/", "embedded/", "paced/", "config/")
+MAY_KNOW = (*FOLDERS, "engine/engines.py", "cli/processes.py", "learning/sampler.py")
 
 #: Routes and flags that are anybody's.
 COMMON = {"/health", "/metrics", "/ready", "--host", "--port", "--device", "--dtype"}

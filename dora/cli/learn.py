@@ -1,0 +1,47 @@
+"""`dora simulate --learn`: simulated jobs whose policies learn, and a table of what they have learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from dora.app.learn import LearningCurve, configured, learn
+from dora.cli.output import say, show_progress, table, writing
+from dora.sim.sweep import Case
+
+_HEAD = ("strategy", "K", "seed", "step s", "staleness", "held out, first", "held out, last", "digest")
+
+
+def learn_all(found: Sequence[Case], *, config: Path, json: Path | None) -> None:
+    """Simulate each case, print a table, and write the curves to `json`."""
+    prepared = [(*configured(config, workload, seed=seed), seed) for workload, seed in found]
+    say(f"{config}: real answers and updates; a token takes as long as {found[0][0].lengths.scale:g} of the workload")
+    curves: list[LearningCurve] = []
+    for number, (settings, workload, seed) in enumerate(prepared, start=1):
+        case = f"{number} of {len(found)}: {workload.job.strategy}, K = {workload.rules.max_staleness}, seed {seed}"
+
+        def show(line: str, case: str = case) -> None:
+            show_progress(f"{case}: {line}")
+
+        curves.append(learn(workload, settings, seed=seed, show=show))
+    show_progress("")
+    say(*table([_HEAD, *map(_row, curves)]))
+    if json is not None:
+        with writing("--json", json):
+            json.write_bytes(msgspec.json.encode(curves) + b"\n")
+
+
+def _row(curve: LearningCurve) -> tuple[str, ...]:
+    scores = [point.heldout for point in curve.points if point.heldout is not None]
+    return (
+        curve.strategy,
+        str(curve.max_staleness),
+        str(curve.seed),
+        f"{curve.step_s:.4g}",
+        f"{curve.staleness:.2f}",
+        f"{scores[0]:.3f}",
+        f"{scores[-1]:.3f}",
+        curve.digest[:8],
+    )

@@ -1,0 +1,209 @@
+"""Learning in simulated time: real answers and versions under the simulator's decisions."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from learning import cells, harness
+
+from dora.app.inputs import open_inputs
+from dora.app.learn import LearningCurve, configured, job_of, learn
+from dora.app.settings import trainer_settings
+from dora.config.schema import Config
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.ids import TrajectoryId
+from dora.errors import ConfigError
+from dora.learning.learner import Learner, OneRank
+from dora.learning.sampler import Sampler
+from dora.learning.world import BLOCK, LearningWorld, RealAnswers
+from dora.sim.workload import Workload
+from tests.e2e.runs import assert_one_clear_error, run_to_end
+from tests.learning.test_harness import TINY, PlainTrainer
+
+#: Sizes come from the workload.
+TASK = tuple(one for one in TINY if not one.startswith(("run.steps", "rollout.group")))
+SCALE = 100.0
+
+
+def workload(*, strategy: str = "dora", k: int = 0, steps: int = 3) -> Workload:
+    sizes = {"steps": steps, "groups_per_step": 8, "group_size": 4}
+    return Workload().with_changes(
+        job={"strategy": strategy, "max_staleness": k, **sizes},
+        lengths={"scale": SCALE},
+        fleet={"devices": 6, "rollout_devices": 4},
+    )
+
+
+def prepared(one: Workload, *changes: str, seed: int = 0) -> tuple[Config, Workload]:
+    return configured(cells.PROFILE, one, [*TASK, *changes], seed=seed)
+
+
+def learned(one: Workload, *changes: str, seed: int = 0) -> LearningCurve:
+    config, fitted = prepared(one, *changes, seed=seed)
+    return learn(fitted, config, seed=seed, show=str)
+
+
+class Recorded:
+    """A simulated job with everything that a test may want to look at afterwards."""
+
+    def __init__(self, one: Workload, *, every: int = 1) -> None:
+        self.config, self.workload = prepared(one)
+        self.commands: list[cmd.Command] = []
+        self.lengths: dict[TrajectoryId, int] = {}  #: simulated tokens of complete answers
+        self.answers: dict[TrajectoryId, list[int]] = {}  #: real tokens, when their group is committed
+        self.versions: list[dict[str, torch.Tensor]] = []
+        inputs = open_inputs(self.config)
+        with OneRank():
+            sampler = Sampler(self.config, model=inputs.model, tokenizer=inputs.tokenizer)
+            settings = trainer_settings(self.config, max_staleness=self.workload.settings().max_lag)
+            learner = Learner(settings, model=inputs.model)
+            real = RealAnswers(
+                job_of(self.config, inputs, every=every), sampler, learner.versions, workload=self.workload
+            )
+
+            def note(event: ev.Event, orders: Sequence[cmd.Command]) -> None:
+                if isinstance(event, ev.GenerationFinished):
+                    self.lengths[event.trajectory] = event.num_tokens
+                    if event.trajectory in real.records:
+                        self.answers[event.trajectory] = list(real.records[event.trajectory].tokens)
+                self.commands += orders
+
+            self.world = LearningWorld(
+                self.workload,
+                real,
+                learner,
+                seed=0,
+                sink=note,
+                on_version=lambda version, at_s: self.versions.append(learner.versions[version]),
+            )
+            try:
+                self.world.run()
+            finally:
+                sampler.close()
+
+
+def test_without_staleness_a_policy_learns_what_it_learns_in_the_lag_harness() -> None:
+    found = learned(workload(strategy="sync"))
+    config, _ = prepared(workload(strategy="sync"))
+    with OneRank():
+        expected = harness.run(config, staleness=0, eval_every=1)
+    assert [(point.version, point.heldout) for point in found.points] == expected.heldout
+    for mine, theirs in zip(found.steps, expected.steps, strict=True):
+        for name in cells.METRICS:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name  # rows have another order
+
+
+def test_with_staleness_a_plain_trainer_that_follows_the_commands_makes_the_same_versions() -> None:
+    """The replay knows which groups were admitted under which version, and committed to which step; nothing else."""
+    run = Recorded(workload(k=2, steps=4))
+    plain = PlainTrainer(run.config)
+    versions = [{name: tensor.clone() for name, tensor in plain.weights.items()}]
+    committed: dict[int, list[cmd.CommitGroup]] = defaultdict(list)
+    for order in run.commands:
+        if isinstance(order, cmd.CommitGroup):
+            committed[order.step].append(order)
+    assert any(order.step > order.version for orders in committed.values() for order in orders)
+    with OneRank(), closing(harness.Rollout(run.config)) as rollout:
+        for step in range(4):
+            groups = []
+            for order in committed[step]:
+                rollout.load(versions[order.version])
+                first = order.group - order.group % BLOCK
+                group = rollout.groups(range(first, first + BLOCK), version=order.version)[order.group % BLOCK]
+                ids = range(order.group * 4, (order.group + 1) * 4)
+                assert [answer.tokens for answer in group.answers] == [run.answers[TrajectoryId(id)] for id in ids]
+                groups.append(group)
+            plain.step(step, groups)
+            versions.append({name: tensor.clone() for name, tensor in plain.weights.items()})
+            for name, weights in versions[-1].items():
+                error = (run.versions[step + 1][name] - weights).square().mean().sqrt()
+                assert error < 1e-5, name  # AdamW magnifies rounding; an update moves a weight by 6e-4
+
+
+@pytest.mark.parametrize("strategy", ["partial_bounded", "partial"])
+def test_weights_that_change_under_requests_change_the_rest_of_their_answers(strategy: str) -> None:
+    run = Recorded(workload(strategy=strategy, k=1, steps=4))
+    mixed = 0
+    for id, simulated in run.lengths.items():
+        real = len(run.answers[id])
+        # A simulated answer may end later than its real one by less than a token: the prefix was rounded down.
+        assert SCALE * (real - 1) < simulated <= SCALE * (real + 1)
+        mixed += simulated != SCALE * real
+    assert run.world.state.counters.version_conflicts > 0
+    assert mixed < len(run.lengths)
+
+
+def test_one_group_in_four_is_sampled_and_trained_and_lends_its_lengths_to_the_others() -> None:
+    run = Recorded(workload(k=1).with_changes(job={"groups_per_step": 16}), every=4)
+    groups = {id // 4 for id in run.lengths}
+    sampled = {id // 4 for id in run.answers}
+    assert [number // 4 for number in sorted(sampled)] == list(range(len(sampled)))  # one in each window of four
+    assert len(groups) - 3 <= 4 * len(sampled) <= len(groups) + 3
+    lent = {tuple(run.lengths[TrajectoryId(4 * group + i)] for i in range(4)) for group in groups - sampled}
+    owned = {
+        tuple(SCALE * len(run.answers[TrajectoryId(4 * group + i)]) for i in range(4))
+        for group in sampled
+        if all(TrajectoryId(4 * group + i) in run.answers for i in range(4))
+    }
+    assert len(lent & owned) > len(lent) / 2  # the others are lent by groups that were not admitted
+    assert sum(map(len, run.world.answer_tokens.values())) == 4 * len(
+        {order.group for order in run.commands if isinstance(order, cmd.CommitGroup)} & sampled
+    )
+
+
+def test_a_simulation_repeats_itself() -> None:
+    first, second = (learned(workload(k=1)) for _ in range(2))
+    assert first.digest == second.digest
+    assert [point.heldout for point in first.points] == [point.heldout for point in second.points]
+
+
+def test_another_seed_or_k_is_another_history() -> None:
+    curves = [learned(workload(k=k), seed=seed) for k, seed in ((1, 0), (1, 1), (0, 0))]
+    assert len({curve.digest for curve in curves}) == 3
+
+
+def test_longer_answers_take_longer() -> None:
+    short, long = (learned(workload().with_changes(lengths={"scale": scale})) for scale in (10.0, 1000.0))
+    assert long.step_s > 5 * short.step_s
+    assert [point.version for point in long.points] == [0, 1, 2, 3]
+
+
+def test_what_cannot_be_simulated_is_refused_by_name(tmp_path: Path) -> None:
+    for changes, says in (
+        (("eval.sets=[]",), "eval.sets: a curve needs a held-out set"),
+        (('environment.name="mine:Env"',), "environment.name: only single answers are simulated"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            prepared(workload(), *changes)
+    calls = workload().with_changes(tools={"calls": (0.5, 0.5)})
+    with pytest.raises(ConfigError, match=r"tools\.calls: a policy that learns makes no calls"):
+        prepared(calls)
+
+
+@pytest.mark.deep
+def test_the_command_prints_a_row_for_each_case_and_writes_the_curves(tmp_path: Path) -> None:
+    file, curves = tmp_path / "small.toml", tmp_path / "curves.json"
+    file.write_text(
+        "[job]\nsteps = 2\ngroups_per_step = 8\ngroup_size = 4\n[lengths]\nscale = 100.0\n"
+        "[fleet]\ndevices = 6\nrollout_devices = 4\n"
+    )
+    asked = ("simulate", str(file), "--learn", str(cells.PROFILE))
+    done = run_to_end(*asked, "--k", "0,1", "--json", str(curves))
+    assert (done.returncode, done.stderr) == (0, "")
+    table = done.stdout.splitlines()[-3:]
+    assert table[0].split()[:4] == ["strategy", "K", "seed", "step"]
+    assert [line.split()[:3] for line in table[1:]] == [["dora", "0", "0"], ["dora", "1", "0"]]
+    found = json.loads(curves.read_text())
+    assert [curve["digest"][:8] for curve in found] == [line.split()[-1] for line in table[1:]]
+    assert [point["version"] for point in found[0]["points"]] == [0, 1, 2]
+    refused = run_to_end(*asked, "--wide")
+    assert_one_clear_error(refused, code=2, says="--learn: is not valid with --pictures, --wide and --processes")
+    missing = run_to_end("simulate", str(file), "--learn", str(tmp_path / "no.toml"))
+    assert_one_clear_error(missing, code=2, says="no.toml: no such file")
