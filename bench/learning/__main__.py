@@ -1,6 +1,6 @@
 """Makes the evidence about learning in docs/LEARNING.md.
 
-    python bench/learning sweep [--stages corrections objectives] [--seeds 5] [--processes N]
+    python bench/learning sweep [--processes N]
     python bench/learning live [--seeds 3]
     python bench/learning render
 
@@ -31,8 +31,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     of_sweep = commands.add_parser("sweep", help="cells of the lag harness")
-    of_sweep.add_argument("--stages", nargs="+", choices=("corrections", "objectives"))
-    of_sweep.add_argument("--seeds", type=int, default=5)
     of_sweep.add_argument("--processes", type=int, default=os.cpu_count())
     of_live = commands.add_parser("live", help="whole runs; nothing else may run meanwhile")
     of_live.add_argument("--seeds", type=int, default=3)
@@ -40,8 +38,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         if options.command == "sweep":
-            stages = options.stages or ("corrections", "objectives")
-            ended_well = sweep(stages=stages, seeds=options.seeds, processes=options.processes)
+            ended_well = sweep(processes=options.processes)
         elif options.command == "live":
             ended_well = live(seeds=options.seeds)
         else:

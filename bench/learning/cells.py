@@ -1,15 +1,17 @@
-"""The cells of the evidence and their results, one JSON line each.
+"""The cells of the sweep and of the live runs, and their results, one JSON line each.
 
-A cell is one run of the harness or one live run. Its settings are those of launch/configs/learning-cpu.toml and the
-overrides given here. Invariant: a file of results has at most one line for each cell, and only of the profile (the
-digest of these settings) with which it was begun.
+A cell is one run of the lag harness or one live run. Its settings are those of its task's file in launch/configs and
+the overrides given here. Invariant: a file of results has at most one line for each cell, and only of the profile (the
+digest of these files) with which it was begun.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, TypeVar
+from statistics import fmean
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
@@ -17,11 +19,14 @@ from dora.config.load import load, read_toml
 from dora.config.schema import Config
 
 ROOT: Final = Path(__file__).parents[2]
-PROFILE: Final = ROOT / "launch" / "configs" / "learning-cpu.toml"
+CONFIGS: Final = ROOT / "launch" / "configs"
 RESULTS: Final = ROOT / "bench" / "results" / "learning"
-LAGS: Final = RESULTS / "lags.jsonl"
+SWEEP: Final = RESULTS / "sweep.jsonl"
 LIVE: Final = RESULTS / "live.jsonl"
 
+Task = Literal["sums", "tail"]
+#: Name -> configuration: sums of 10 to 24 numbers, and sums of 2 to 52, whose answers differ thirtyfold in length.
+TASKS: Final[dict[Task, Path]] = {"sums": CONFIGS / "learning-cpu.toml", "tail": CONFIGS / "learning-tail.toml"}
 #: Name -> overrides of `[objective]`. Bands and caps are the defaults; see docs/CONFIG.md.
 CORRECTIONS: Final[dict[str, tuple[str, ...]]] = {
     "none": ("weight=none",),
@@ -30,25 +35,38 @@ CORRECTIONS: Final[dict[str, tuple[str, ...]]] = {
     "icepop": ("weight=icepop",),
     "opsm": ("weight=none", "opsm=1e-4"),
 }
-#: The correction that the preset of an objective brings.
-PRESET: Final = "preset"
-OBJECTIVES: Final = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "dppo")
+#: Objective -> the correction of its preset. `dapo` is the default of `[objective]`.
+OBJECTIVES: Final = {"grpo": "tis", "dr_grpo": "tis", "dapo": "tis", "gspo": "none", "cispo": "none", "dppo": "none"}
+#: Objectives over k = π/μ, which a second weight would correct twice.
+OVER_K: Final = frozenset({"gspo", "cispo", "dppo"})
+#: Learning rates that are tried, times that of the task's file.
+RATES: Final = (0.5, 1.0, 2.0)
+#: The seed with which learning rates are tuned; results have seeds from 0.
+TUNING_SEED: Final = 100
+UPDATES: Final = (1, 4)  # M
+SEEDS: Final = 5
+#: Kinds that the second round repeats with all seeds.
+BEST: Final = 6
 
 
 class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One run of the harness."""
 
+    task: Task
     objective: str
     correction: str
     staleness: int  # K
     updates: int  # M
+    rate: float  # times the learning rate of the task's file
     seed: int
 
     def config(self) -> Config:
         """Return the settings of the run."""
-        run = [f"run.seed={self.seed}", f"trainer.updates={self.updates}", f"objective.preset={self.objective}"]
-        objective = [f"objective.{override}" for override in CORRECTIONS.get(self.correction, ())]
-        return load(PROFILE, [*run, *objective], environ={})
+        path = TASKS[self.task]
+        rate = self.rate * load(path, environ={}).trainer.learning_rate
+        run = [f"run.seed={self.seed}", f"trainer.updates={self.updates}", f"trainer.learning_rate={rate}"]
+        objective = [f"preset={self.objective}", *CORRECTIONS[self.correction]]
+        return load(path, [*run, *(f"objective.{override}" for override in objective)], environ={})
 
 
 class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,7 +75,7 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cell: Cell
     heldout: list[tuple[int, float]]  # (version, mean reward)
     area: float  # under `heldout`, divided by the number of steps
-    metrics: dict[str, list[float]]  # of every step; see METRICS
+    metrics: dict[str, float]  # means of all steps; see METRICS
     seconds: float
     profile: str
     commit: str
@@ -101,25 +119,80 @@ METRICS: Final = (
 )  # fmt: skip
 
 
-def corrections(seeds: int) -> list[Cell]:
-    """GRPO, one update per version: K against corrections. Without staleness, they are the same run."""
+def tuning() -> list[Cell]:
+    """Every objective as its preset has it, without staleness, at each learning rate: as many runs for each."""
     return [
-        Cell("grpo", correction, staleness, 1, seed)
-        for seed in range(seeds)
-        for staleness in (0, 16, 8, 2, 4, 1)
-        for correction in (CORRECTIONS if staleness else ("tis",))
+        Cell(task, objective, correction, 0, updates, rate, TUNING_SEED)
+        for updates in UPDATES
+        for task in TASKS
+        for rate in RATES
+        for objective, correction in OBJECTIVES.items()
     ]
 
 
-def objectives(seeds: int) -> list[Cell]:
-    """Every objective as its preset has it, with 1 and 4 updates per version."""
+def rates(results: Sequence[Result]) -> dict[tuple[Task, str, int], float]:
+    """Return the best learning rate of each task, objective and M, by the area of the runs that tune it."""
+    areas = {result.cell: result.area for result in results}
+    found: dict[tuple[Task, str, int], float] = {}
+    for cell in sorted(tuning(), key=lambda cell: areas.get(cell, 0.0)):
+        found[cell.task, cell.objective, cell.updates] = cell.rate
+    return found
+
+
+def kinds() -> list[tuple[str, str]]:
+    """Return all pairs of an objective and a correction."""
     return [
-        Cell(objective, "tis" if objective == "grpo" else PRESET, staleness, updates, seed)
-        for seed in range(seeds)
-        for updates in (1, 4)
-        for staleness in (0, 8, 2)
+        (objective, correction)
         for objective in OBJECTIVES
+        for correction in CORRECTIONS
+        if objective not in OVER_K or correction not in ("tis", "icepop")
     ]
+
+
+def first_round(results: Sequence[Result]) -> list[Cell]:
+    """All pairs with K = 4, and their objectives without staleness, with one seed."""
+    best = rates(results)
+    return [
+        Cell(task, objective, correction, staleness, updates, best[task, objective, updates], 0)
+        for updates in UPDATES
+        for task in TASKS
+        for objective, correction in kinds()
+        for staleness in (0, 4)
+        if staleness or correction == OBJECTIVES[objective]
+    ]
+
+
+def ranked(results: Sequence[Result]) -> list[tuple[str, str]]:
+    """Return the pairs by their area with K = 4 in the first round, over that of the best pair: the mean of both tasks
+    and both M."""
+    areas = {
+        (cell.objective, cell.correction, cell.task, cell.updates): result.area
+        for result in results
+        if (cell := result.cell) in set(first_round(results)) and cell.staleness
+    }
+    most = {
+        (task, updates): max((area for (_, _, t, m), area in areas.items() if (t, m) == (task, updates)), default=1.0)
+        for task in TASKS
+        for updates in UPDATES
+    }
+    scores = {
+        kind: fmean(areas.get((*kind, task, updates), 0.0) / best for (task, updates), best in most.items())
+        for kind in kinds()
+    }
+    return sorted(scores, key=lambda kind: -scores[kind])
+
+
+def second_round(results: Sequence[Result]) -> Iterator[Cell]:
+    """The best pairs, without staleness and with K = 2 and 4, with all seeds."""
+    best = rates(results)
+    for seed in range(SEEDS):
+        for updates in UPDATES:
+            for task in TASKS:
+                for objective, correction in ranked(results)[:BEST]:
+                    rate = best[task, objective, updates]
+                    yield Cell(task, objective, OBJECTIVES[objective], 0, updates, rate, seed)
+                    for staleness in (2, 4) if updates == 1 else (4,):
+                        yield Cell(task, objective, correction, staleness, updates, rate, seed)
 
 
 def live_cells(seeds: int) -> list[LiveCell]:
@@ -129,10 +202,11 @@ def live_cells(seeds: int) -> list[LiveCell]:
 
 
 def profile() -> str:
-    """Return a digest of the settings that PROFILE gives, whatever its comments and descriptions."""
-    given = read_toml(PROFILE)
-    for source in given["task"]["sources"]:
-        source.pop("description", None)
+    """Return a digest of the settings that the files of both tasks give, whatever their comments and descriptions."""
+    given = [read_toml(path) for path in TASKS.values()]
+    for one in given:
+        for source in one["task"]["sources"]:
+            source.pop("description", None)
     return hashlib.blake2b(msgspec.json.encode(given, order="sorted"), digest_size=8).hexdigest()
 
 

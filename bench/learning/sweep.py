@@ -1,7 +1,8 @@
 """The sweep over cells of the lag harness: resumable, one process per core.
 
-Results are appended as they come, and cells that have one are skipped, so it may be interrupted and started again. The
-cells come in order of their use: all corrections for the first seed, then for the next; the objectives after them.
+Learning rates are tuned first, then comes a round of all pairs of an objective and a correction with one seed, then one
+of the best pairs with all seeds. Results are appended as they come, and cells that have one are skipped, so it may be
+interrupted and started again.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from statistics import fmean
 
 import msgspec
 from result import commit, hardware
@@ -20,34 +22,43 @@ from dora.errors import ConfigError
 from learning import cells
 from learning.cells import Cell, Result
 
+#: Name -> the cells of a stage, which may depend on results of earlier ones.
+STAGES: dict[str, Callable[[Sequence[Result]], Iterable[Cell]]] = {
+    "tuning": lambda _: cells.tuning(),
+    "first round": cells.first_round,
+    "second round": cells.second_round,
+}
 
-def sweep(*, stages: Sequence[str], seeds: int, processes: int) -> bool:
+
+def sweep(*, processes: int) -> bool:
     """Run what is missing; return whether every cell has a result."""
-    made = {"corrections": cells.corrections, "objectives": cells.objectives}
-    wanted = list(dict.fromkeys(cell for stage in stages for cell in made[stage](seeds)))
-    earlier = cells.read(cells.LAGS, Result)
     profile = cells.profile()
-    if any(result.profile != profile for result in earlier):
-        raise ConfigError(f"{cells.LAGS}: made with other settings than {cells.PROFILE}; move the file away")
-    known = {result.cell for result in earlier}
-    missing = [cell for cell in wanted if cell not in known]
-    print(f"{len(missing)} of {len(wanted)} cells are to be run, {processes} at a time", flush=True)
+    if any(result.profile != profile for result in cells.read(cells.SWEEP, Result)):
+        raise ConfigError(f"{cells.SWEEP}: made with other settings than those of launch/configs; move the file away")
     made_of = {"profile": profile, "commit": commit(), "machine": hardware()}
-    failed, begun = 0, time.monotonic()
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(run_cell, cell): cell for cell in missing}
-        for number, future in enumerate(as_completed(running), start=1):
-            cell = running[future]
-            if (err := future.exception()) is not None:
-                failed += 1
-                print(f"{_name(cell)}: {type(err).__name__}: {err}", flush=True)
-                continue
-            result = msgspec.structs.replace(future.result(), **made_of)
-            cells.append(cells.LAGS, result)
-            left_s = (time.monotonic() - begun) / number * (len(missing) - number)
-            print(
-                f"{_name(cell)}: area {result.area:.3f}, {result.seconds:.0f} s; {left_s / 60:.0f} min left", flush=True
-            )
+        return all(_run_stage(name, pool, made_of) for name in STAGES)
+
+
+def _run_stage(name: str, pool: ProcessPoolExecutor, made_of: dict[str, str]) -> bool:
+    """Run what is missing of a stage; return whether all of it has a result."""
+    earlier = cells.read(cells.SWEEP, Result)
+    known = {result.cell for result in earlier}
+    wanted = list(dict.fromkeys(STAGES[name](earlier)))
+    missing = [cell for cell in wanted if cell not in known]
+    print(f"{name}: {len(missing)} of {len(wanted)} cells are to be run", flush=True)
+    running = {pool.submit(run_cell, cell): cell for cell in missing}
+    failed, begun = 0, time.monotonic()
+    for number, future in enumerate(as_completed(running), start=1):
+        cell = running[future]
+        if (err := future.exception()) is not None:
+            failed += 1
+            print(f"{_name(cell)}: {type(err).__name__}: {err}", flush=True)
+            continue
+        result = msgspec.structs.replace(future.result(), **made_of)
+        cells.append(cells.SWEEP, result)
+        left_s = (time.monotonic() - begun) / number * (len(missing) - number)
+        print(f"{_name(cell)}: area {result.area:.3f}, {result.seconds:.0f} s; {left_s / 60:.0f} min left", flush=True)
     return failed == 0
 
 
@@ -61,15 +72,17 @@ def run_cell(cell: Cell) -> Result:
     begun = time.perf_counter()
     with OneRank():
         curve = harness.run(config, staleness=cell.staleness, eval_every=config.eval.every)
-    metrics = {name: [_rounded(step[name]) for step in curve.steps] for name in cells.METRICS}
+    means = {name: _rounded([step[name] for step in curve.steps]) for name in cells.METRICS}
     seconds = round(time.perf_counter() - begun, 1)
-    return Result(cell, curve.heldout, curve.area, metrics, seconds, profile="", commit="", machine="")
+    return Result(cell, curve.heldout, curve.area, means, seconds, profile="", commit="", machine="")
 
 
-def _rounded(value: float) -> float:
-    """Six digits; JSON has no infinity."""
+def _rounded(values: Sequence[float]) -> float:
+    """The mean of six digits; JSON has no infinity."""
+    value = fmean(values) if values else math.nan
     return float(f"{value:.6g}") if math.isfinite(value) else -1.0
 
 
 def _name(cell: Cell) -> str:
-    return f"{cell.objective}, {cell.correction}, K = {cell.staleness}, M = {cell.updates}, seed {cell.seed}"
+    found = f"{cell.task}, {cell.objective}, {cell.correction}, K = {cell.staleness}, M = {cell.updates}"
+    return f"{found}, rate x {cell.rate:g}, seed {cell.seed}"
