@@ -172,6 +172,24 @@ def run(config: Config, *, staleness: int, eval_every: int) -> Curve:
     return Curve(heldout, metrics)
 
 
+def answers_while_training(config: Config, *, versions: Sequence[int], groups: int) -> list[Group]:
+    """Train a job without staleness, and return what each of these versions answers to the next prompts."""
+    rollout = Rollout(config)
+    learner = Learner(config, model=rollout.inputs.model, max_staleness=0)
+    position, answered = 0, []
+    try:
+        for version in range(config.run.steps + 1):
+            rollout.load(learner.versions[version])
+            if version in versions:
+                answered += rollout.groups(range(position, position + groups), version=version)
+            if version < config.run.steps:
+                found, position = sample(rollout, config, position=position, version=version)
+                learner.step(version, found)
+    finally:
+        rollout.close()
+    return answered
+
+
 def sample(rollout: Rollout, config: Config, *, position: int, version: int) -> tuple[list[Group], int]:
     """Return the groups of a step and the next position of the stream. Groups of equal rewards are replaced by the
     next ones, as in a run, if the configuration says so."""

@@ -50,13 +50,21 @@ class LearningCurve(msgspec.Struct, frozen=True):
     points: list[Point]  #: of all versions, from 0
     steps: list[dict[str, float]]  #: the trainer's metrics, without times
     answer_tokens: list[float]  #: real tokens of a trained answer, mean of each step
-    staleness: float  #: mean of all trained groups
+    staleness: list[int]  #: numbers of trained groups that were 0, 1, ... versions old
+    mixed: int  #: answers with tokens of several versions (C1)
+    discarded: int  #: groups discarded because their step was full (C2)
+    filtered: int  #: groups without different rewards
     digest: str  #: of all waves and of the times of versions; equal digests mean equal histories
 
     @property
     def step_s(self) -> float:
         """Virtual seconds from one version to the next, on average."""
         return (self.points[-1].at_s - self.points[0].at_s) / (len(self.points) - 1)
+
+    @property
+    def staleness_mean(self) -> float:
+        """Mean staleness of all trained groups."""
+        return sum(age * count for age, count in enumerate(self.staleness)) / sum(self.staleness)
 
 
 def configured(path: Path, workload: Workload, overrides: Sequence[str] = (), *, seed: int) -> tuple[Config, Workload]:
@@ -92,11 +100,13 @@ def learn(
     seed: int,
     show: Callable[[str], None],
     every: int = 1,
+    behind: int = 0,
 ) -> LearningCurve:
     """Simulate a workload whose answers and versions are real.
 
     `config`: as `configured` returns it. `every`: one in so many groups is sampled and trained, the others borrow
-    lengths and rewards from these. `show` receives a line about the progress.
+    lengths and rewards from these. `behind` breaks C3 on purpose, where neither core nor trainer can see it: answers
+    are sampled under weights that are so many versions older than their tag. `show` receives a line about the progress.
     """
     inputs = open_inputs(config)
     points: list[Point] = []
@@ -106,7 +116,9 @@ def learn(
         sampler = Sampler(config, model=inputs.model, tokenizer=inputs.tokenizer)
         settings = trainer_settings(config, max_staleness=workload.settings().max_lag)
         learner = Learner(settings, model=inputs.model)
-        answers = RealAnswers(job_of(config, inputs, every=every), sampler, learner.versions, workload=workload)
+        answers = RealAnswers(
+            job_of(config, inputs, every=every, behind=behind), sampler, learner.versions, workload=workload
+        )
 
         def published(version: int, at_s: float) -> None:
             if version:
@@ -123,7 +135,7 @@ def learn(
             world.run()
         finally:
             sampler.close()
-    counts = [sum(of_steps) for of_steps in zip_longest(*world.measure.staleness.values(), fillvalue=0)]
+    measure = world.measure
     return LearningCurve(
         workload.job.strategy,
         workload.rules.max_staleness,
@@ -131,12 +143,15 @@ def learn(
         points,
         steps,
         [fmean(world.answer_tokens[step]) for step in range(workload.job.steps)],
-        sum(staleness * count for staleness, count in enumerate(counts)) / sum(counts),
+        [sum(of_steps) for of_steps in zip_longest(*measure.staleness.values(), fillvalue=0)],
+        world.state.counters.version_conflicts,
+        measure.counts.discarded,
+        measure.counts.dropped,
         world.digest,
     )
 
 
-def job_of(config: Config, inputs: Inputs, *, every: int = 1) -> AnswerJob:
+def job_of(config: Config, inputs: Inputs, *, every: int = 1, behind: int = 0) -> AnswerJob:
     """Return what is sampled, of one in `every` groups; `prompt_at` raises ConfigError for a prompt over the limit."""
 
     @lru_cache(KEPT_PROMPTS)
@@ -147,7 +162,8 @@ def job_of(config: Config, inputs: Inputs, *, every: int = 1) -> AnswerJob:
             raise ConfigError(f"task.sources: prompt {number} {why}")
         return prompt
 
-    return AnswerJob(prompt_at, config.rollout.temperature, config.run.seed, config.rollout.group_size, every)
+    rollout = config.rollout
+    return AnswerJob(prompt_at, rollout.temperature, config.run.seed, rollout.group_size, every, behind)
 
 
 def held_out(inputs: Inputs) -> list[AnswerRequest]:

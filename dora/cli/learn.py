@@ -40,7 +40,7 @@ def _row(curve: LearningCurve) -> tuple[str, ...]:
         str(curve.max_staleness),
         str(curve.seed),
         f"{curve.step_s:.4g}",
-        f"{curve.staleness:.2f}",
+        f"{curve.staleness_mean:.2f}",
         f"{scores[0]:.3f}",
         f"{scores[-1]:.3f}",
         curve.digest[:8],

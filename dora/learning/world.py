@@ -46,6 +46,7 @@ class AnswerJob(NamedTuple):
     seed: int
     group_size: int
     every: int = 1  #: one of so many groups is sampled and trained; the others borrow lengths and rewards from these
+    behind: int = 0  #: weights are so many versions older than the tag of what they sample, which breaks C3
 
 
 class RealAnswers:
@@ -105,7 +106,7 @@ class RealAnswers:
             tokens, logprobs = record.tokens[:known], record.logprobs[:known]
             chosen.append(id)
             requests.append(AnswerRequest(record.prompt, seed, tokens, logprobs))
-        for id, answer in zip(chosen, self.answer(requests, version), strict=True):
+        for id, answer in zip(chosen, self.answer(requests, self._sampled_under(version)), strict=True):
             self._take(id, answer, version)
 
     def answer(self, requests: Sequence[AnswerRequest], version: int, *, temperature: float = -1.0) -> list[RealAnswer]:
@@ -128,6 +129,10 @@ class RealAnswers:
         for block, version in [key for key in self._blocks if (key[0] + 1) * BLOCK * self._job.every <= number]:
             del self._blocks[block, version]
 
+    def forget_versions(self, oldest: int) -> None:
+        """Drop all weights that no answer of the version `oldest` or a newer one needs."""
+        self._versions.forget_before(self._sampled_under(oldest))
+
     def _answer_block(self, block: int, version: int) -> list[list[RealAnswer]]:
         job = self._job
         requests = [
@@ -135,8 +140,12 @@ class RealAnswers:
             for number in map(self._trained_of, range(block * BLOCK, (block + 1) * BLOCK))
             for sibling in range(job.group_size)
         ]
-        answers = self.answer(requests, version)
+        answers = self.answer(requests, self._sampled_under(version))
         return [answers[start : start + job.group_size] for start in range(0, len(answers), job.group_size)]
+
+    def _sampled_under(self, version: int) -> int:
+        """Return the version whose weights stand for those of a tag."""
+        return max(0, version - self._job.behind)
 
     def _take(self, id: TrajectoryId, answer: RealAnswer, version: int) -> None:
         number, place = divmod(id, self._job.group_size)
@@ -230,7 +239,7 @@ class LearningWorld(World):
         self._on_version(version, self.now)
         held = (instance.version for instance in self.instances if instance.version is not None)
         pushed = (order.version for order, _ in self._pushes.values())
-        self._learner.versions.forget_before(min([*self._tags.values(), *held, *pushed, version]))
+        self._real.forget_versions(min([*self._tags.values(), *held, *pushed, version]))
         return event
 
     handlers: ClassVar = {
