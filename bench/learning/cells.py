@@ -40,7 +40,11 @@ OBJECTIVES: Final = {"grpo": "tis", "dr_grpo": "tis", "dapo": "tis", "gspo": "no
 #: Objectives over k = π/μ, which a second weight would correct twice.
 OVER_K: Final = frozenset({"gspo", "cispo", "dppo"})
 #: Learning rates that are tried, times that of the task's file.
-RATES: Final = (0.5, 1.0, 2.0)
+RATES: Final[dict[Task, tuple[float, ...]]] = {"sums": (0.5, 1.0, 2.0), "tail": (1.0, 2.0, 4.0)}
+#: Steps of a run. Later ones of `tail` are dear: most groups are then right as a whole, and replaced.
+STEPS: Final[dict[Task, int]] = {"sums": 24, "tail": 30}
+#: Objective -> one with the same gradient as long as π = π_o = μ, so without staleness and with one update.
+ON_POLICY: Final = {"gspo": "grpo", "cispo": "dapo", "dppo": "dapo"}
 #: The seed with which learning rates are tuned; results have seeds from 0.
 TUNING_SEED: Final = 100
 UPDATES: Final = (1, 4)  # M
@@ -64,7 +68,8 @@ class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the settings of the run."""
         path = TASKS[self.task]
         rate = self.rate * load(path, environ={}).trainer.learning_rate
-        run = [f"run.seed={self.seed}", f"trainer.updates={self.updates}", f"trainer.learning_rate={rate}"]
+        run = [f"run.seed={self.seed}", f"run.steps={STEPS[self.task]}"]
+        run += [f"trainer.updates={self.updates}", f"trainer.learning_rate={rate}"]
         objective = [f"preset={self.objective}", *CORRECTIONS[self.correction]]
         return load(path, [*run, *(f"objective.{override}" for override in objective)], environ={})
 
@@ -110,6 +115,12 @@ class LiveResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine: str
 
 
+def on_policy(task: Task, objective: str, updates: int, rate: float, seed: int) -> Cell:
+    """Return the run of an objective without staleness: one for all objectives with the same gradient."""
+    objective = ON_POLICY.get(objective, objective) if updates == 1 else objective
+    return Cell(task, objective, OBJECTIVES[objective], 0, updates, rate, seed)
+
+
 Kind = TypeVar("Kind", Result, LiveResult)
 
 #: Metrics of the trainer that a result keeps.
@@ -121,22 +132,29 @@ METRICS: Final = (
 
 def tuning() -> list[Cell]:
     """Every objective as its preset has it, without staleness, at each learning rate: as many runs for each."""
-    return [
-        Cell(task, objective, correction, 0, updates, rate, TUNING_SEED)
-        for updates in UPDATES
-        for task in TASKS
-        for rate in RATES
-        for objective, correction in OBJECTIVES.items()
-    ]
+    return list(
+        dict.fromkeys(
+            on_policy(task, objective, updates, rate, TUNING_SEED)
+            for updates in UPDATES
+            for task in TASKS
+            for rate in RATES[task]
+            for objective in OBJECTIVES
+        )
+    )
 
 
 def rates(results: Sequence[Result]) -> dict[tuple[Task, str, int], float]:
     """Return the best learning rate of each task, objective and M, by the area of the runs that tune it."""
     areas = {result.cell: result.area for result in results}
-    found: dict[tuple[Task, str, int], float] = {}
-    for cell in sorted(tuning(), key=lambda cell: areas.get(cell, 0.0)):
-        found[cell.task, cell.objective, cell.updates] = cell.rate
-    return found
+    return {
+        (task, objective, updates): max(
+            RATES[task],
+            key=lambda rate: areas.get(on_policy(task, objective, updates, rate, TUNING_SEED), 0.0),
+        )
+        for updates in UPDATES
+        for task in TASKS
+        for objective in OBJECTIVES
+    }
 
 
 def kinds() -> list[tuple[str, str]]:
@@ -152,14 +170,14 @@ def kinds() -> list[tuple[str, str]]:
 def first_round(results: Sequence[Result]) -> list[Cell]:
     """All pairs with K = 4, and their objectives without staleness, with one seed."""
     best = rates(results)
-    return [
-        Cell(task, objective, correction, staleness, updates, best[task, objective, updates], 0)
-        for updates in UPDATES
-        for task in TASKS
-        for objective, correction in kinds()
-        for staleness in (0, 4)
-        if staleness or correction == OBJECTIVES[objective]
-    ]
+    found = []
+    for updates in UPDATES:
+        for task in TASKS:
+            for objective, correction in kinds():
+                rate = best[task, objective, updates]
+                found.append(on_policy(task, objective, updates, rate, 0))
+                found.append(Cell(task, objective, correction, 4, updates, rate, 0))
+    return list(dict.fromkeys(found))
 
 
 def ranked(results: Sequence[Result]) -> list[tuple[str, str]]:
@@ -190,7 +208,7 @@ def second_round(results: Sequence[Result]) -> Iterator[Cell]:
             for task in TASKS:
                 for objective, correction in ranked(results)[:BEST]:
                     rate = best[task, objective, updates]
-                    yield Cell(task, objective, OBJECTIVES[objective], 0, updates, rate, seed)
+                    yield on_policy(task, objective, updates, rate, seed)
                     for staleness in (2, 4) if updates == 1 else (4,):
                         yield Cell(task, objective, correction, staleness, updates, rate, seed)
 

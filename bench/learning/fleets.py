@@ -1,9 +1,9 @@
 """Learning in simulated hours: every strategy, at its best plan, on three fleets.
 
 Three parts, each of which goes on where it stopped. A policy is trained with `sync` in the lag harness. The answers of
-its last version fix how many simulated tokens a real one stands for, so that both have the same mean. Then each strategy
-gets the best plan that `dora plan` finds on its fleet, for answers from all of that training. Then the curves: one for
-each strategy, fleet and seed, all of the first seed before the second. They are appended as they end.
+its last version fix how many simulated tokens a real one stands for, so that both have the same mean. Then each
+strategy gets the best plan that `dora plan` finds on its fleet, for answers from all of that training. Then the curves:
+one for each strategy, fleet and seed, all of the first seed before the second. They are appended as they end.
 """
 
 from __future__ import annotations
