@@ -39,8 +39,11 @@ CORRECTIONS: Final[dict[str, tuple[str, ...]]] = {
 OBJECTIVES: Final = {"grpo": "tis", "dr_grpo": "tis", "dapo": "tis", "gspo": "none", "cispo": "none", "dppo": "none"}
 #: Objectives over k = π/μ, which a second weight would correct twice.
 OVER_K: Final = frozenset({"gspo", "cispo", "dppo"})
-#: Learning rates that are tried, times that of the task's file.
-RATES: Final[dict[Task, tuple[float, ...]]] = {"sums": (0.5, 1.0, 2.0), "tail": (1.0, 2.0, 4.0)}
+#: Learning rates that are tried, times that of the task's file, by M: smaller ones where a step has more updates.
+RATES: Final[dict[Task, dict[int, tuple[float, ...]]]] = {
+    "sums": {1: (0.5, 1.0, 2.0), 4: (0.25, 0.5, 1.0)},
+    "tail": {1: (1.0, 2.0, 4.0), 4: (0.5, 1.0, 2.0)},
+}
 #: Steps of a run. Later ones of `tail` are dear: most groups are then right as a whole, and replaced.
 STEPS: Final[dict[Task, int]] = {"sums": 24, "tail": 30}
 #: Objective -> one with the same gradient as long as π = π_o = μ, so without staleness and with one update.
@@ -121,7 +124,7 @@ def on_policy(task: Task, objective: str, updates: int, rate: float, seed: int) 
     return Cell(task, objective, OBJECTIVES[objective], 0, updates, rate, seed)
 
 
-Kind = TypeVar("Kind", Result, LiveResult)
+Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 #: Metrics of the trainer that a result keeps.
 METRICS: Final = (
@@ -137,7 +140,7 @@ def tuning() -> list[Cell]:
             on_policy(task, objective, updates, rate, TUNING_SEED)
             for updates in UPDATES
             for task in TASKS
-            for rate in RATES[task]
+            for rate in RATES[task][updates]
             for objective in OBJECTIVES
         )
     )
@@ -148,7 +151,7 @@ def rates(results: Sequence[Result]) -> dict[tuple[Task, str, int], float]:
     areas = {result.cell: result.area for result in results}
     return {
         (task, objective, updates): max(
-            RATES[task],
+            RATES[task][updates],
             key=lambda rate: areas.get(on_policy(task, objective, updates, rate, TUNING_SEED), 0.0),
         )
         for updates in UPDATES
@@ -234,7 +237,7 @@ def read(path: Path, kind: type[Kind]) -> list[Kind]:
     return [msgspec.json.decode(line, type=kind) for line in lines]
 
 
-def append(path: Path, result: Result | LiveResult) -> None:
+def append(path: Path, result: msgspec.Struct) -> None:
     """Add a result, after the last whole line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = path.read_bytes() if path.exists() else b""

@@ -2,329 +2,219 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
-from typing import Final
+from typing import Final, NamedTuple
 
-from dora.sim import svg
-from learning import cells
-from learning.cells import CORRECTIONS, LAGS, LIVE, OBJECTIVES, PRESET, Cell, LiveCell, LiveResult, Result
-from learning.stats import Difference, paired
+from learning import cells, fleet_tables, live_tables, sweep_tables
+from learning.cells import LiveResult, Result
+from learning.fleets import CONTROLS, CURVES, FLEETS, PLANS, FleetCurve, PlanFound, Setting, curve_cells
 
 DOCUMENT: Final = cells.ROOT / "docs" / "LEARNING.md"
 PICTURES: Final = cells.ROOT / "docs" / "pictures"
-SEEDS: Final = 5
-LIVE_SEEDS: Final = 3
-STALENESS: Final = (1, 2, 4, 8, 16)
+
+
+class Results(NamedTuple):
+    """Everything that was measured."""
+
+    sweep: list[Result]
+    plans: list[PlanFound]
+    curves: list[FleetCurve]
+    live: list[LiveResult]
+
 
 HEAD: Final = """# Learning
 
-What staleness costs in learning, and what corrections give back: one task, measured. Everything below is rendered by
-`python bench/learning render` from `bench/results/learning/*.jsonl`; nothing is claimed beyond these figures. They
-are of a policy of 0.5 M parameters on sums, with rewards of 0 and 1: they show how the objectives behave there, not
-how they rank for large models.
+What do I gain by staleness, what do I risk, and which K do I take? Everything below is rendered by `python
+bench/learning render` from `bench/results/learning`, and nothing is claimed beyond these figures. They are of a
+policy of 0.5 M parameters on sums, with rewards of 0 and 1. They show how strategies and objectives behave there.
+They do not show how large the effects are for a large model.
 
-The task is that of `launch/configs/learning-cpu.toml`: sums of 10 to 24 numbers, of which *sampled* answers are
-judged. Task and learning rate were chosen with seed 0, by the gap between K = 0 and K = 16 without a correction, so
-that corrections can be told apart: the figures show more harm than a milder learning rate would.
-
-**Area** is the area under the held-out curve over steps by the trapezoid rule, divided by the number of steps: the
-mean held-out reward of a run. **Differences** are paired: runs with the same seed have the same prompts and the same
-noise for every sampled token, and all evaluations have the same prompts. They are given as mean ± 2 standard errors
-over seeds. "Shown" means larger than that; with five seeds it is less than the usual 95 %, and of many comparisons
-some are shown by chance.
+**Intervals** are 95 % intervals of Student's t over seeds, of paired values: runs with the same seed have the same
+prompts and the same held-out set. **Bold** is what an interval shows: a difference that is not 0, or a ratio that is
+not 1. With so many comparisons, some are shown by chance.
 """
 
-HARNESS: Final = """## The lag harness
+GAIN: Final = """## What do I gain?
 
-`python bench/learning sweep` runs embedded engine and trainer in one process (`bench/learning/harness.py`). Step s
-trains groups that were sampled under version max(s - K, 0). Nothing depends on time, so a run is a function of its
-settings and seed, bit for bit; with K = 0 it is plain synchronous training (`tests/learning/test_harness.py`). A
-policy that samples no group with different rewards any more has collapsed, where a live run would fail; its score
-stands for all later versions.
+Held-out reward over **simulated hours**. `python bench/learning fleets` simulates a job on a fleet, as
+[SIMULATION.md](SIMULATION.md#learning-in-simulated-time) describes, with the decision core of a run: real time is not
+involved. But a real policy gives the answers, under the weights of the version with which the simulation tags them;
+its rewards decide which groups are filtered; and the trainer's own step makes each version from the very groups that
+the simulated step has. The task is `launch/configs/learning-tail.toml`: sums of 2 to 52 numbers, whose worked answers
+differ thirtyfold in length. `sync` goes half of its way in 15 to 25 of 60 steps.
+
+**Each strategy has its own best plan** (width of servers, split, slots, micro-batch): what `dora plan` finds for the
+answers of a policy that `sync` trains. A real token stands for so many simulated ones that the trained policy has the
+mean length of the job. On the fleets of the paper one group in eight is sampled and trained, in the same steps and
+updates; the others borrow lengths and rewards of these. "Hours to 50 %" is when a curve, each point averaged with its
+neighbours, first reaches half of the way that `sync` goes in 60 steps, as the mean of all seeds. "Times as soon" is
+against the faster of `sync` and `periodic`, the strategies that train on answers of the newest version only. "At
+constant step times" is the same ratio with the step times of the plans, which do not change while the answers grow.
+The hardest fifth are the prompts with most numbers. In parentheses are differences from `sync`.
 """
 
-CORRECTIONS_TEXT: Final = """### Corrections
+RISK: Final = """## What do I risk?
 
-GRPO, one update per version (M = 1). `none` multiplies by no weight at all: r = π/π_o is 1 then, so staleness is
-ignored. `tis` is min(ρ, 2); `mis` rejects tokens whose ρ is outside 0.5 ... 2; `icepop` is ρ inside 0.5 ... 5, else
-0; `opsm` drops answers with A < 0 whose mean of log μ - log π is above 1e-4. All are the defaults, none was tuned. At
-K = 0, ρ is 1 but for rounding, so that one run stands for all.
+### Controls
+
+Faults that must show, or the task could not tell good from bad. "No correction" is `objective.weight = "none"`. In
+"C3 broken by 12" answers are sampled under weights that are 12 versions older than their tag, so that neither the
+core nor the trainer sees it. `oversample` discards the slowest groups of each step, which is what C2 forbids.
 """
 
-OBJECTIVES_TEXT: Final = """### Objectives
+SWEEP: Final = """### Objectives and corrections
 
-Each preset with its own correction ([CONFIG.md](CONFIG.md)), with M = 1 and M = 4 updates per version at the same
-number of groups per step and the same learning rate, which was tuned for none of them. Differences are against K = 0
-of the same objective and M.
+`python bench/learning sweep` runs the embedded engine and the trainer in one process (`bench/learning/harness.py`).
+Step s trains groups that were sampled under version max(s - K, 0): every group has the full age K, while most are
+younger in a run. Two tasks: `sums`, of 10 to 24 numbers (`launch/configs/learning-cpu.toml`, 24 steps), and `tail`,
+that of the fleets (30 steps). **Area** is the mean held-out reward of a run: the area under the curve over steps,
+divided by their number. M is the number of updates per version. A policy that samples no group with different rewards
+any more has collapsed; its score stands for all later versions.
+
+`dapo` with `tis` is what a configuration without `[objective]` has. `gspo`, `cispo` and `dppo` are over k = π/μ,
+which contains the effect of staleness, so they have no other weight. All bands and caps are the defaults
+([OBJECTIVES.md](OBJECTIVES.md)).
+
+**Learning rates** were tuned without staleness and with a seed that is not used below: three for each objective and
+M. The figures are areas, and the chosen ones are bold. The factors are of the rate of the task's file.
 """
 
-LIVE_TEXT: Final = """## Live runs
-
-`python bench/learning live`: whole runs of the CLI with the same settings. Seconds count from the end of step 0.
-Versions that were overtaken before their evaluation have no point, so areas of live runs have other grids than those
-above; the area over seconds ends when the fastest run of the same seed ends. `dora` with K = 8 has 9
-instances, which it needs; all others have 4.
+FIRST: Final = """**First round**: all pairs with K = 4, one seed; the area, of that without staleness. Pairs are in
+the order of the second round: the mean over both tasks and both M of the area, over that of the best pair.
 """
 
-Rows = Mapping[tuple[str, str, int, int], Mapping[int, Result]]
+SECOND: Final = """**Second round**: the best pairs, all seeds; the area without staleness, and how much staleness
+changes it.
+"""
+
+LIVE: Final = """## The same with processes and a clock
+
+`python bench/learning live`: whole runs of `launch/configs/learning-live.toml` on two CPU cores, with four embedded
+servers whose decoding steps take at least 10 ms, as those of a server with a GPU do. Without that floor two busy
+cores leave nothing to overlap. Seconds count from the end of step 0.
+"""
+
+METHOD: Final = """## How this was measured, and what it cannot show
+
+- With K = 0 a curve is that of the lag harness, and with staleness an independent replay with a plain trainer makes
+  the same versions from the commands of the core (`tests/learning/test_simulated.py`). The same seed has the same
+  digest, whatever else the machine does.
+- Answers of a small policy have a lighter tail than those of a large one: the longest are 15 times the median.
+- The policy is trained with the batch of the job, or an eighth of it. How staleness and batch interact in large
+  models is open.
+- Hours are those of the simulator, whose errors [SIMULATION.md](SIMULATION.md) states.
+"""
+
+
+def measured() -> Results:
+    """Return all results."""
+    return Results(
+        cells.read(cells.SWEEP, Result),
+        cells.read(PLANS, PlanFound),
+        cells.read(CURVES, FleetCurve),
+        cells.read(cells.LIVE, LiveResult),
+    )
 
 
 def write() -> None:
     """Write the document and its pictures."""
-    PICTURES.mkdir(exist_ok=True)
-    lags, live = cells.read(LAGS, Result), cells.read(LIVE, LiveResult)
-    for name, picture in pictures(lags, live).items():
+    found = measured()
+    drawn = pictures(found)
+    for path in picture_files():
+        if path.name not in drawn:
+            path.unlink()
+    for name, picture in drawn.items():
         (PICTURES / name).write_text(picture)
-    DOCUMENT.write_text(render(lags, live))
+    DOCUMENT.write_text(render(found))
 
 
-def render(lags: Sequence[Result], live: Sequence[LiveResult]) -> str:
+def render(found: Results) -> str:
     """Return the document."""
-    rows = by_kind(lags)
-    parts = [HEAD, _missing(lags, live), HARNESS, _measured(lags), CORRECTIONS_TEXT, _corrections(rows)]
-    if _sync(rows):
-        parts += ["![Area against K](pictures/learning-staleness.svg)\n", "![Curves](pictures/learning-curves.svg)\n"]
-        parts.append(_verdict(rows))
-    parts += [OBJECTIVES_TEXT, _objectives(rows), LIVE_TEXT, _measured(live), _live(live)]
-    if live:
+    parts = [HEAD, _in_short(found), _missing(found), GAIN, *_fleets(found), RISK]
+    parts.append(fleet_tables.controls_table(found.curves, [name for name in CONTROLS if name]))
+    parts.append(SWEEP)
+    parts += [f"M = {m}:\n\n{sweep_tables.rates_table(found.sweep, updates=m)}" for m in cells.UPDATES]
+    parts += [FIRST, sweep_tables.first_table(found.sweep), SECOND]
+    parts += [f"M = {m}:\n\n{sweep_tables.second_table(found.sweep, updates=m)}" for m in cells.UPDATES]
+    parts += [LIVE, live_tables.live_table(found.live)]
+    if found.live:
         parts.append("![Held-out reward over seconds](pictures/learning-seconds.svg)\n")
+    parts += [METHOD, _made_of(found)]
     return "\n".join(part for part in parts if part)
 
 
-def by_kind(lags: Iterable[Result]) -> Rows:
-    """Return results by (objective, correction, K, M) and seed."""
-    found: dict[tuple[str, str, int, int], dict[int, Result]] = defaultdict(dict)
-    for result in lags:
-        cell = result.cell
-        found[cell.objective, cell.correction, cell.staleness, cell.updates][cell.seed] = result
-    return found
+def _in_short(found: Results) -> str:
+    """Answer the three questions."""
+    gains = [
+        words
+        for fleet in fleet_tables.fleets_in(found.curves)
+        if (words := fleet_tables.sentence(fleet_tables.curves_of(found.curves, fleet), fleet))
+    ]
+    lines = []
+    if gains:
+        lines.append(f"- **Gain**: `dora` with K = 3 goes 90 % of the way of `sync`: {'; '.join(gains)}.")
+    losses = sweep_tables.losses_of(found.sweep, sweep_tables.DEFAULT)
+    said = f"shows a loss in {'; '.join(losses)}" if losses else "shows no loss with K = 2 or K = 4"
+    if any(cell.staleness == 2 for cell in sweep_tables.areas_of(found.sweep)):
+        lines.append(
+            f"- **Risk**: at constant age, with one update per version, the default objective {said} "
+            "([the sweep](#objectives-and-corrections))."
+        )
+    return "\n".join(lines) + "\n" if lines else ""
 
 
-def _areas(rows: Rows, objective: str, correction: str, staleness: int, updates: int = 1) -> dict[int, float]:
-    return {seed: one.area for seed, one in rows.get((objective, correction, staleness, updates), {}).items()}
-
-
-def _sync(rows: Rows) -> dict[int, float]:
-    return _areas(rows, "grpo", "tis", 0)
-
-
-# ---- tables ---------------------------------------------------------------------------------------------------------
-
-
-def _table(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
-    lines = [head, ["---"] * len(head), *body]
-    return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
-
-
-def _missing(lags: Sequence[Result], live: Sequence[LiveResult]) -> str:
-    wanted: set[Cell | LiveCell] = {*cells.corrections(SEEDS), *cells.objectives(SEEDS), *cells.live_cells(LIVE_SEEDS)}
-    done: set[Cell | LiveCell] = {result.cell for result in lags} | {result.cell for result in live}
-    left = len(wanted - done)
+def _missing(found: Results) -> str:
+    wanted = {*curve_cells()}
+    left = len(wanted - {curve.cell for curve in found.curves})
     if not left:
-        return f"**All {len(wanted)} cells were run.**\n"
-    return f"**{left} of {len(wanted)} cells were not run yet; cells and differences without a figure say so.**\n"
+        return f"**All {len(wanted)} curves were made.**\n"
+    return f"**{left} of {len(wanted)} curves are still to be made; the tables say how many seeds they have.**\n"
 
 
-def _measured(results: Sequence[Result | LiveResult]) -> str:
-    machines = sorted({result.machine for result in results})
-    if not results:
-        return "Not run yet.\n"
-    commits = ", ".join(sorted({result.commit for result in results}))
-    first = fmean(result.heldout[0][1] for result in results)
-    last = [result.heldout[-1][1] for result in results]
-    return (
-        f"{len(results)} runs, on {'; '.join(machines)}, at {commits}. The held-out reward starts at {first:.2f} and "
-        f"ends between {min(last):.2f} and {max(last):.2f}.\n"
-    )
+def _fleets(found: Results) -> list[str]:
+    parts = []
+    for fleet in FLEETS:
+        title = f"### {fleet_tables.NAMES[fleet]}\n"
+        curves = fleet_tables.curves_of(found.curves, fleet)
+        if fleet not in fleet_tables.fleets_in(found.curves):
+            parts += [title, "Not run yet.\n"]
+            continue
+        plans = {Setting(plan.strategy, plan.k): plan for plan in found.plans if plan.fleet == fleet}
+        parts += [title, f"![Held-out reward over hours](pictures/learning-hours-{fleet}.svg)\n"]
+        parts += [
+            fleet_tables.main_table(curves, plans),
+            f"![The same over steps](pictures/learning-steps-{fleet}.svg)\n",
+        ]
+        parts += ["The plans, and what the curves took:\n", fleet_tables.plan_table(curves, plans)]
+    return parts
 
 
-def _corrections(rows: Rows) -> str:
-    sync = _sync(rows)
-    if not sync:
-        return ""
-    body = [[k, *(_cell(paired(_areas(rows, "grpo", name, k), sync)) for name in CORRECTIONS)] for k in STALENESS]
-    head = f"Area of `sync` (K = 0): {fmean(sync.values()):.3f}, {len(sync)} seed(s). Differences from it:\n\n"
-    return head + _table(["K", *CORRECTIONS], body)
-
-
-def _cell(difference: Difference) -> str:
-    seeds = f" ({difference.pairs})" if difference.pairs else ""
-    return f"**{difference}**{seeds}" if difference.is_shown else f"{difference}{seeds}"
-
-
-def _verdict(rows: Rows) -> str:
-    """Say for each K which corrections differ from none, and whether K <= 2 equals sync."""
-    lines = ["In words, with the number of seeds in parentheses above, and bold where a difference is shown:\n"]
-    for k in STALENESS:
-        none = _areas(rows, "grpo", "none", k)
-        against = {name: paired(_areas(rows, "grpo", name, k), none) for name in CORRECTIONS if name != "none"}
-        is_judged = any(found.pairs > 1 for found in against.values())
-        lines.append(f"- K = {k}, against no correction: {_words(against) if is_judged else 'fewer than two seeds'}.")
-    for k in (1, 2):
-        against = {name: paired(_areas(rows, "grpo", name, k), _sync(rows)) for name in CORRECTIONS}
-        judged = [name for name, found in against.items() if found.pairs > 1]
-        apart = [name for name in judged if against[name].is_shown]
-        if judged:
-            same = ", ".join(name for name in judged if name not in apart) or "nothing"
-            more = f"; {', '.join(apart)} differ" if apart else ""
-            lines.append(f"- K = {k} equals `sync` within 2 standard errors with {same}{more}.")
-    found = {k: paired(_areas(rows, "grpo", "icepop", k), _areas(rows, "grpo", "tis", k)) for k in STALENESS}
-    if all(difference.pairs > 1 for difference in found.values()):
-        said = ", ".join(f"{difference} (K = {k})" for k, difference in found.items())
-        rule = "the default, which would change for one that is better at every K"
-        lines.append(f"- icepop against tis, {rule}: {said}.")
+def _made_of(found: Results) -> str:
+    """Say on what and at which commits the results were made."""
+    lines = []
+    groups: list[tuple[str, Sequence[Result | FleetCurve | LiveResult]]] = [
+        ("sweep", found.sweep), ("fleets", found.curves), ("live", found.live),
+    ]  # fmt: skip
+    for name, rows in groups:
+        if rows:
+            machines = "; ".join(sorted({row.machine for row in rows}))
+            commits = ", ".join(sorted({row.commit for row in rows}))
+            lines.append(f"- {name}: {len(rows)} runs, on {machines}, at {commits}.")
     return "\n".join(lines) + "\n"
 
 
-def _words(against: Mapping[str, Difference]) -> str:
-    said = []
-    for name, found in against.items():
-        if found.pairs < 2:
-            verdict = "fewer than two seeds"
-        elif not found.is_shown:
-            verdict = f"no difference shown ({found})"
-        else:
-            verdict = f"{'helps' if found.mean > 0 else 'hurts'} ({found})"
-        said.append(f"{name}: {verdict}")
-    return "; ".join(said)
-
-
-def _objectives(rows: Rows) -> str:
-    body = []
-    for objective in OBJECTIVES:
-        correction = "tis" if objective == "grpo" else PRESET
-        for updates in (1, 4):
-            base = _areas(rows, objective, correction, 0, updates)
-            found = [_cell(paired(_areas(rows, objective, correction, k, updates), base)) for k in (2, 8)]
-            body.append(
-                [objective, updates, f"{fmean(base.values()):.3f} ({len(base)})" if base else "not run", *found]
-            )
-    return _table(["objective", "M", "area at K = 0", "K = 2", "K = 8"], body)
-
-
-def _live(live: Sequence[LiveResult]) -> str:
-    if not live:
-        return ""
-    named = _by_name(live)
-    sync = named.get("sync", {})
-    body = []
-    for name, runs in named.items():
-        steps, seconds = (
-            {seed: area(run, seconds=per_second, until=_horizon(live, seed)) for seed, run in runs.items()}
-            for per_second in (False, True)
-        )
-        base_steps, base_seconds = (
-            {seed: area(run, seconds=per_second, until=_horizon(live, seed)) for seed, run in sync.items()}
-            for per_second in (False, True)
-        )
-        length = fmean(run.published[-1] / (len(run.staleness) - 1) for run in runs.values())
-        last = fmean(run.heldout[-1][1] for run in runs.values())
-        stale = fmean(fmean(run.staleness) for run in runs.values())
-        differences = [_cell(paired(steps, base_steps)), _cell(paired(seconds, base_seconds))]
-        body.append([name, len(runs), f"{length:.2f} s", f"{stale:.2f}", f"{last:.3f}", *differences])
-    columns = ["run", "seeds", "step", "mean staleness", "held out, last", "area over steps", "area over seconds"]
-    return _table(columns, body)
-
-
-def _by_name(live: Sequence[LiveResult]) -> dict[str, dict[int, LiveResult]]:
-    found: dict[str, dict[int, LiveResult]] = defaultdict(dict)
-    for result in live:
-        cell = result.cell
-        found[cell.strategy if cell.strategy != "dora" else f"dora, K = {cell.staleness}"][cell.seed] = result
-    return found
-
-
-def _horizon(live: Sequence[LiveResult], seed: int) -> float:
-    """Return when the fastest run of a seed ended, in seconds."""
-    return min(result.published[-1] for result in live if result.cell.seed == seed)
-
-
-def area(run: LiveResult, *, seconds: bool, until: float) -> float:
-    """Return the mean held-out reward over all steps, or over the first `until` seconds."""
-    points = [(run.published[v] if seconds else float(v), mean) for v, mean in run.heldout]
-    end = until if seconds else points[-1][0]
-    total = 0.0
-    for (a, low), (b, high) in pairwise([*points, (max(end, points[-1][0]), points[-1][1])]):
-        stop = min(b, end)
-        if stop > a:
-            total += (stop - a) * (low + (low + (high - low) * (stop - a) / (b - a))) / 2
-    return total / end
-
-
-# ---- pictures -------------------------------------------------------------------------------------------------------
-
-
-def pictures(lags: Sequence[Result], live: Sequence[LiveResult]) -> dict[str, str]:
+def pictures(found: Results) -> dict[str, str]:
     """Return the pictures by file name."""
-    rows = by_kind(lags)
     drawn = {}
-    if _sync(rows):
-        drawn["learning-staleness.svg"] = _draw_staleness(rows)
-        drawn["learning-curves.svg"] = _draw_curves(rows)
-    if live:
-        drawn["learning-seconds.svg"] = _draw_seconds(live)
+    for fleet in fleet_tables.fleets_in(found.curves):
+        curves = fleet_tables.curves_of(found.curves, fleet)
+        for kind, per_hour in (("hours", True), ("steps", False)):
+            title = f"Held-out reward, {fleet_tables.NAMES[fleet]}: mean and range of the seeds"
+            drawn[f"learning-{kind}-{fleet}.svg"] = fleet_tables.picture(curves, title=title, per_hour=per_hour)
+    if found.live:
+        drawn["learning-seconds.svg"] = live_tables.picture(found.live)
     return drawn
-
-
-def _draw_staleness(rows: Rows) -> str:
-    places = [0, *STALENESS]
-    series = {
-        name: [
-            (float(places.index(k)), fmean(found.values()))
-            for k in places
-            if (found := _areas(rows, "grpo", name if k else "tis", k))
-        ]
-        for name in CORRECTIONS
-    }
-    ticks = [(float(i), str(k)) for i, k in enumerate(places)]
-    return _chart(series, title="Area under the held-out curve, mean of all seeds", x_label="K", x_ticks=ticks)
-
-
-def _draw_curves(rows: Rows) -> str:
-    kinds = {"sync": ("tis", 0), **{f"K = 16, {name}": (name, 16) for name in CORRECTIONS}}
-    series = {
-        label: _mean_curve(list(rows["grpo", name, k, 1].values()))
-        for label, (name, k) in kinds.items()
-        if ("grpo", name, k, 1) in rows
-    }
-    return _chart(series, title="Held-out reward, mean of all seeds", x_label="step")
-
-
-def _mean_curve(results: Sequence[Result]) -> list[svg.Point]:
-    return [
-        (float(points[0][0]), fmean(mean for _, mean in points))
-        for points in zip(*(result.heldout for result in results), strict=True)
-    ]
-
-
-def _draw_seconds(live: Sequence[LiveResult]) -> str:
-    first = min(result.cell.seed for result in live)
-    series = {
-        name: [(run.published[version], mean) for version, mean in run.heldout]
-        for name, runs in _by_name(live).items()
-        if (run := runs.get(first))
-    }
-    return _chart(series, title=f"Held-out reward over time, seed {first}", x_label="seconds from the end of step 0")
-
-
-def _chart(
-    series: Mapping[str, Sequence[svg.Point]],
-    *,
-    title: str,
-    x_label: str,
-    x_ticks: Sequence[tuple[float, str]] | None = None,
-) -> str:
-    xs = [x for points in series.values() for x, _ in points]
-    frame = svg.Frame(min(xs), max(xs), 1.1 * max(y for points in series.values() for _, y in points))
-    marked = x_ticks or [(x, f"{x:g}") for x in svg.ticks(min(xs), max(xs))]
-    shapes = frame.axes(x_ticks=marked, x_label=x_label, y_label="held-out reward")
-    for number, points in enumerate(series.values()):
-        shapes += frame.curve(points, stroke=svg.color(number))
-    return svg.document([*shapes, *frame.legend(list(series))], title=title, height=frame.height)
 
 
 def picture_files() -> list[Path]:

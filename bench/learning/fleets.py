@@ -14,9 +14,8 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
 from statistics import fmean
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 from result import commit, hardware
@@ -126,9 +125,6 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     commit: str
 
 
-Row = TypeVar("Row", PlanFound, FleetCurve)
-
-
 def curve_cells() -> Iterator[FleetCell]:
     """Return all curves in the order in which they are made."""
     for seed in range(SEEDS):
@@ -147,31 +143,37 @@ def run(*, processes: int, fleets: Sequence[str]) -> bool:
     wanted = [cell for cell in curve_cells() if cell.fleet in fleets]
     calibration = calibrate()
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        planned = {(row.fleet, row.strategy, row.k) for row in read(PLANS, PlanFound)}
-        missing = [kind for kind in dict.fromkeys((c.fleet, c.strategy, c.k) for c in wanted) if kind not in planned]
-        print(f"{len(missing)} plans are to be searched", flush=True)
-        for future in as_completed(pool.submit(plan, kind, calibration) for kind in missing):
-            row = future.result()
-            append(PLANS, row)
-            print(f"{row.fleet}, {row.strategy}, K = {row.k}: {row.step_s:.4g} s a step", flush=True)
-        plans = {(row.fleet, row.strategy, row.k): row for row in read(PLANS, PlanFound)}
-        made = {curve.cell for curve in read(CURVES, FleetCurve)}
-        left = [cell for cell in wanted if cell not in made]
-        print(f"{len(left)} of {len(wanted)} curves are to be made", flush=True)
-        running = {
-            pool.submit(curve, cell, plans[cell.fleet, cell.strategy, cell.k], calibration): cell for cell in left
-        }
-        failed = 0
-        for number, future in enumerate(as_completed(running), start=1):
-            cell = running[future]
-            if (err := future.exception()) is not None:
-                failed += 1
-                print(f"{name(cell)}: {type(err).__name__}: {err}", flush=True)
-                continue
-            found = future.result()
-            append(CURVES, found)
-            score = f"held out {found.heldout[-1][1]:.3f}, {found.seconds:.0f} s"
-            print(f"{number} of {len(left)}: {name(cell)}: {score}", flush=True)
+        _search_plans(wanted, calibration, pool)
+        return _make_curves(wanted, calibration, pool)
+
+
+def _search_plans(wanted: Sequence[FleetCell], calibration: Calibration, pool: ProcessPoolExecutor) -> None:
+    known = {(row.fleet, row.strategy, row.k) for row in cells.read(PLANS, PlanFound)}
+    missing = [kind for kind in dict.fromkeys((c.fleet, c.strategy, c.k) for c in wanted) if kind not in known]
+    print(f"{len(missing)} plans are to be searched", flush=True)
+    for future in as_completed([pool.submit(plan, kind, calibration) for kind in missing]):
+        row = future.result()
+        cells.append(PLANS, row)
+        print(f"{row.fleet}, {row.strategy}, K = {row.k}: {row.step_s:.4g} s a step", flush=True)
+
+
+def _make_curves(wanted: Sequence[FleetCell], calibration: Calibration, pool: ProcessPoolExecutor) -> bool:
+    plans = {(row.fleet, row.strategy, row.k): row for row in cells.read(PLANS, PlanFound)}
+    made = {curve.cell for curve in cells.read(CURVES, FleetCurve)}
+    left = [cell for cell in wanted if cell not in made]
+    print(f"{len(left)} of {len(wanted)} curves are to be made", flush=True)
+    running = {pool.submit(curve, cell, plans[cell.fleet, cell.strategy, cell.k], calibration): cell for cell in left}
+    failed = 0
+    for number, future in enumerate(as_completed(running), start=1):
+        cell = running[future]
+        if (err := future.exception()) is not None:
+            failed += 1
+            print(f"{name(cell)}: {type(err).__name__}: {err}", flush=True)
+            continue
+        found = future.result()
+        cells.append(CURVES, found)
+        score = f"held out {found.heldout[-1][1]:.3f}, {found.seconds:.0f} s"
+        print(f"{number} of {len(left)}: {name(cell)}: {score}", flush=True)
     return failed == 0
 
 
@@ -271,7 +273,7 @@ def curve(cell: FleetCell, found: PlanFound, calibration: Calibration) -> FleetC
     begun = time.process_time()
     _, behind = CONTROLS[cell.control]
     every = cell.every or FLEETS[cell.fleet].every
-    made = learn(workload, config, seed=cell.seed, show=str, every=every, behind=behind)
+    made = learn(workload, config, seed=cell.seed, show=_quiet, every=every, behind=behind)
     hard = hardest(config)
     scored = [point for point in made.points if point.rewards]
     return FleetCurve(
@@ -291,6 +293,10 @@ def curve(cell: FleetCell, found: PlanFound, calibration: Calibration) -> FleetC
     )
 
 
+def _quiet(line: str) -> None:
+    """Show no progress of a single curve."""
+
+
 def hardest(config: Config) -> list[int]:
     """Return the places of the hardest prompts in the held-out set, which are the longest."""
     from dora.app.inputs import open_inputs
@@ -298,18 +304,6 @@ def hardest(config: Config) -> list[int]:
     prompts = open_inputs(config).evaluations.sets[0].prompts
     by_length = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i].tokens), i))
     return sorted(by_length[: round(HARDEST * len(prompts))])
-
-
-def read(path: Path, kind: type[Row]) -> list[Row]:
-    """Return the rows of a file; a last line that an interruption has cut is left out."""
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    return [msgspec.json.decode(line, type=kind) for line in lines]
-
-
-def append(path: Path, row: PlanFound | FleetCurve) -> None:
-    """Add a row."""
-    with path.open("ab") as file:
-        file.write(msgspec.json.encode(row) + b"\n")
 
 
 def name(cell: FleetCell) -> str:

@@ -1,40 +1,80 @@
-"""Paired differences of runs with the same seed.
+"""Means over seeds with 95 % intervals (Student's t), paired where runs share their seed.
 
-A difference is shown where it exceeds two standard errors of its mean; with five seeds that is a weaker claim than the
-usual 95 % (t = 2.78), and of many comparisons some exceed it by chance.
+A difference is shown where its interval excludes 0, a ratio where its interval excludes 1. Of many comparisons some are
+shown by chance.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, stdev
+from typing import Final
+
+#: 97.5 % quantiles of Student's t, by degrees of freedom.
+T: Final = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """The mean of paired differences and twice its standard error; NaN with fewer than two pairs."""
+class Interval:
+    """A mean over seeds and half the width of its 95 % interval; NaN with fewer than two seeds."""
 
     mean: float
-    two_errors: float
-    pairs: int
+    half: float
+    count: int
 
     @property
     def is_shown(self) -> bool:
-        """Return whether it exceeds two standard errors."""
-        return abs(self.mean) > self.two_errors
+        """Return whether the interval excludes 0."""
+        return abs(self.mean) > self.half
 
     def __str__(self) -> str:
-        if not self.pairs:
+        if not self.count:
             return "not run"
-        error = "" if math.isnan(self.two_errors) else f" ± {self.two_errors:.3f}"
+        error = "" if math.isnan(self.half) else f" ± {self.half:.3f}"
         return f"{self.mean:+.3f}{error}"
 
+    @property
+    def ratio(self) -> str:
+        """Of logarithms of ratios: the geometric mean and its interval."""
+        if not self.count:
+            return "not run"
+        if math.isnan(self.half):
+            return f"{math.exp(self.mean):.2f}"
+        low, high = math.exp(self.mean - self.half), math.exp(self.mean + self.half)
+        return f"{math.exp(self.mean):.2f} ({low:.2f}-{high:.2f})"
 
-def paired(left: Mapping[int, float], right: Mapping[int, float]) -> Difference:
+
+def interval(values: Iterable[float]) -> Interval:
+    """Return the mean of some values and its interval."""
+    found = list(values)
+    mean = fmean(found) if found else math.nan
+    half = T[len(found) - 1] * stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan
+    return Interval(mean, half, len(found))
+
+
+def paired(left: Mapping[int, float], right: Mapping[int, float]) -> Interval:
     """Return left - right over the seeds that both have."""
-    values = [left[seed] - right[seed] for seed in sorted(left.keys() & right.keys())]
-    mean = fmean(values) if values else math.nan
-    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return Difference(mean, 2 * error, len(values))
+    return interval(left[seed] - right[seed] for seed in sorted(left.keys() & right.keys()))
+
+
+def paired_ratio(left: Mapping[int, float], right: Mapping[int, float]) -> Interval:
+    """Return the logarithm of left / right over the seeds that both have."""
+    return interval(math.log(left[seed] / right[seed]) for seed in sorted(left.keys() & right.keys()))
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Return the mean of each value and its neighbours."""
+    return [fmean(values[max(0, i - 1) : i + 2]) for i in range(len(values))]
+
+
+def crossing(points: Sequence[tuple[float, float]], level: float) -> float:
+    """Return where the line through these points first reaches a level; infinity if it does not."""
+    for (a, low), (b, high) in pairwise(points):
+        if low >= level:
+            return a
+        if high >= level:
+            return a + (b - a) * (level - low) / (high - low)
+    return points[-1][0] if points[-1][1] >= level else math.inf

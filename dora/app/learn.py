@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
+from typing import Final
 
 import msgspec
+import torch
 
 from dora.app.inputs import Inputs, open_inputs
 from dora.app.settings import rollout_section, trainer_settings
@@ -19,13 +23,16 @@ from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.learning.learner import Learner, OneRank
 from dora.learning.sampler import AnswerRequest, Sampler
+from dora.learning.saved import Saved
 from dora.learning.world import AnswerJob, LearningWorld, RealAnswers
 from dora.sim.workload import Workload, checked
 from dora.tasks.prompts import Prompt
 from dora.tasks.sources import derive_seed
 
 #: Prompts that are kept: a block is sampled under several versions.
-KEPT_PROMPTS = 4096
+KEPT_PROMPTS: Final = 4096
+#: Versions between two that are saved with the trainer.
+SAVE_EVERY: Final = 5
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -99,42 +106,44 @@ def learn(
     *,
     seed: int,
     show: Callable[[str], None],
+    folder: Path | None = None,
     every: int = 1,
     behind: int = 0,
 ) -> LearningCurve:
     """Simulate a workload whose answers and versions are real.
 
-    `config`: as `configured` returns it. `every`: one in so many groups is sampled and trained, the others borrow
-    lengths and rewards from these. `behind` breaks C3 on purpose, where neither core nor trainer can see it: answers
-    are sampled under weights that are so many versions older than their tag. `show` receives a line about the progress.
+    `config`: as `configured` returns it. `show` receives a line about the progress. `folder`: where the simulation is
+    saved, and from where it goes on. `every`: one in so many groups is sampled and trained, the others borrow lengths
+    and rewards from these. `behind` breaks C3 on purpose, where neither core nor trainer can see it: answers are
+    sampled under weights that are so many versions older than their tag.
     """
     inputs = open_inputs(config)
     points: list[Point] = []
     steps: list[dict[str, float]] = []
     scored = held_out(inputs)
-    with OneRank():
-        sampler = Sampler(config, model=inputs.model, tokenizer=inputs.tokenizer)
+    about = "/".join((digest_of(workload, config, seed=seed), str(every), str(behind), torch.__version__))
+    with OneRank(), closing(Saved(folder, about=about)) as saved:
         settings = trainer_settings(config, max_staleness=workload.settings().max_lag)
-        learner = Learner(settings, model=inputs.model)
-        answers = RealAnswers(
-            job_of(config, inputs, every=every, behind=behind), sampler, learner.versions, workload=workload
-        )
+        learner = Learner(settings, model=inputs.model, folder=folder)
+        sampler = Sampler(config, model=inputs.model, tokenizer=inputs.tokenizer)
+        job = job_of(config, inputs, every=every, behind=behind)
+        answers = RealAnswers(job, sampler, learner.versions, saved, workload=workload)
 
         def published(version: int, at_s: float) -> None:
             if version:
-                steps.append({name: value for name, value in learner.metrics.items() if not name.endswith("_s")})
+                steps.append(saved.recall(lambda: _without_times(learner.metrics), dict[str, float]))
             is_scored = version % config.eval.every == 0 or version == config.run.steps
             temperature = inputs.evaluations.sets[0].temperature
             found = answers.answer(scored if is_scored else (), version, temperature=temperature)
             points.append(Point(version, at_s, [answer.reward for answer in found]))
+            if version % SAVE_EVERY == 0:
+                learner.save()
             shown = f", held-out reward {points[-1].heldout:.3f}" if found else ""
             show(f"version {version} of {config.run.steps} after {at_s:,.0f} simulated seconds{shown}")
 
         world = LearningWorld(workload, answers, learner, seed=seed, on_version=published)
-        try:
+        with closing(sampler):
             world.run()
-        finally:
-            sampler.close()
     measure = world.measure
     return LearningCurve(
         workload.job.strategy,
@@ -149,6 +158,16 @@ def learn(
         measure.counts.dropped,
         world.digest,
     )
+
+
+def digest_of(workload: Workload, config: Config, *, seed: int) -> str:
+    """Return a digest of what a simulation depends on, apart from the files that the configuration names."""
+    told = msgspec.json.encode(workload) + config.model_dump_json().encode() + str(seed).encode()
+    return hashlib.blake2b(told, digest_size=8).hexdigest()
+
+
+def _without_times(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.endswith("_s")}
 
 
 def job_of(config: Config, inputs: Inputs, *, every: int = 1, behind: int = 0) -> AnswerJob:

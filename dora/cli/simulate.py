@@ -34,8 +34,10 @@ def simulate(
     pictures: Path | None,
     processes: int | None,
     learn: Path | None,
+    checkpoints: Path | None,
 ) -> None:
-    """Simulate every combination and print the table. `learn`: a configuration whose policy learns meanwhile."""
+    """Simulate every combination and print the table. `learn`: a configuration whose policy learns meanwhile;
+    `checkpoints`: where that is saved."""
     if instances and min(instances) < 1:
         raise ConfigError(f"--instances {min(instances)}: a fleet has at least one instance")
     if path is not None and recorded is not None:
@@ -57,12 +59,14 @@ def simulate(
     )
     if learn is not None and (pictures is not None or wide or processes is not None):
         raise ConfigError("--learn: is not valid with --pictures, --wide and --processes")
+    if learn is None and checkpoints is not None:
+        raise ConfigError("--checkpoints: is of --learn; a simulation without it takes seconds")
     _require_writable(json, pictures)
     say(*note.splitlines())
     if learn is not None:
         from dora.cli.learn import learn_all  # imports torch
 
-        learn_all(found, config=learn, json=json)
+        learn_all(found, config=learn, json=json, checkpoints=checkpoints)
         return
     processes = processes or min(2, os.cpu_count() or 1)
     results: list[Result] = []

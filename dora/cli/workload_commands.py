@@ -61,6 +61,10 @@ def simulate(
             help="Let a policy learn meanwhile: the task, model and objective of this configuration, in virtual time.",
         ),
     ] = None,
+    checkpoints: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --learn: save the progress in this folder, and go on from there."),
+    ] = None,
 ) -> None:
     """Simulate a job in virtual time with the real decision core.
 
@@ -85,6 +89,7 @@ def simulate(
         pictures=pictures,
         processes=processes,
         learn=learn,
+        checkpoints=checkpoints,
     )
 
 

@@ -1,18 +1,28 @@
-"""The trainer's own steps within this process, on one rank, with all versions in memory."""
+"""The trainer's own steps within this process, on one rank, with all versions in memory.
+
+A learner with a folder can be saved: the versions in memory, then a checkpoint of the trainer. Invariant: the newest
+checkpoint has all versions that were in memory with it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import msgspec
+import safetensors.torch
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
+from dora import files
 from dora.core.ids import VersionId
+from dora.errors import ConfigError
 from dora.trainer.checkpoint import Saver, Storage
 from dora.trainer.forward_check import check_training
 from dora.trainer.meeting import Meeting
@@ -24,8 +34,11 @@ from dora.trainer.resharding import Arrangement
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, MicroBatch, StepDone, TrainerSettings
 from dora.transport.trainer_end import TrainerEnd
+from dora.weights.checkpoints import checkpoints_in, keep_only
 
 Weights = dict[str, Tensor]
+#: Folder with the versions of a saved learner.
+VERSIONS: Final = "versions"
 
 
 class OneRank:
@@ -58,6 +71,25 @@ class VersionsInMemory:
         """Forget all older versions."""
         for old in [one for one in self._kept if one < version]:
             del self._kept[old]
+
+    def save(self, folder: Path) -> None:
+        """Write the versions that are not in the folder."""
+        for version, weights in self._kept.items():
+            path = folder / f"{version}.safetensors"
+            if not path.exists():
+                files.replace(path, safetensors.torch.save(weights))
+
+    def load(self, folder: Path, *, newest: int) -> None:
+        """Read the versions of a folder up to `newest`."""
+        for path in folder.glob("*.safetensors"):
+            if int(path.stem) <= newest:
+                self._kept[int(path.stem)] = safetensors.torch.load_file(path)
+
+    def clean(self, folder: Path) -> None:
+        """Delete the versions of a folder that are forgotten."""
+        for path in folder.glob("*.safetensors"):
+            if int(path.stem) not in self._kept:
+                files.remove(path)
 
     def until_written(self) -> None:
         """Nothing is written."""
@@ -92,24 +124,32 @@ class _Reports:
 
 
 class _Rank(Trainer):
-    """The one rank, which saves no checkpoints."""
+    """The one rank, which saves a checkpoint only when the learner is saved."""
 
     def save_checkpoint(self) -> None:
         pass
+
+    def save_now(self) -> None:
+        """Save a checkpoint and wait for it."""
+        super().save_checkpoint()
+        self._saver.wait()
 
 
 class Learner:
     """A policy that learns; within `OneRank`."""
 
-    def __init__(self, settings: TrainerSettings, *, model: Path) -> None:
+    def __init__(self, settings: TrainerSettings, *, model: Path, folder: Path | None = None) -> None:
+        """`folder`: where it is saved, and where it goes on from if it was."""
         self._reports = _Reports()
+        self._folder = folder
         policy = Policy(model, mesh=make_mesh("cpu"), dtype=torch.float32)
         self.versions = VersionsInMemory(policy)
+        saved = checkpoints_in(folder)[-1:] if folder is not None else []
         order = Configure(
             run_id="", model_path=str(model),
             settings=msgspec.structs.replace(settings, probe_tokens=0),  # the probe reads from a store of versions
-            memory_root="", durable_root="", checkpoints="", resume_from=(), may_start_over=False, chain="", epoch=0,
-            fence="",
+            memory_root="", durable_root="", checkpoints="", resume_from=tuple(map(str, saved)), may_start_over=False,
+            chain="", epoch=0, fence="",
         )  # fmt: skip
         self._trainer = _Rank(
             order,
@@ -117,13 +157,28 @@ class Learner:
             policy=policy,
             layout=check_training(policy, dtype="float32").layout,
             publisher=cast(Publisher, self.versions),
-            saver=_saver(),
+            saver=_saver(folder or Path()),
         )
+        self._trained = self._trainer.next_step  # steps that the checkpoint has
+        if folder is not None:
+            with _readable(folder / VERSIONS):
+                files.make_folder(folder / VERSIONS, exist_ok=True)
+                self.versions.load(folder / VERSIONS, newest=self._trained)
         self._trainer.start()
 
     def train(self, batch: MicroBatch) -> None:
-        """Train a micro-batch, and close the update or the step that ends with it."""
-        self._trainer.train(batch)
+        """Train a micro-batch, and close the update or the step that ends with it; no effect if that was saved."""
+        if batch.step >= self._trained:
+            self._trainer.train(batch)
+
+    def save(self) -> None:
+        """Save the versions in memory and the state before the current step; no effect without a folder."""
+        if self._folder is None or self._trainer.next_step <= self._trained:
+            return
+        self.versions.save(self._folder / VERSIONS)
+        self._trainer.save_now()
+        keep_only(self._folder, [path.name for path in checkpoints_in(self._folder)[-1:]])
+        self.versions.clean(self._folder / VERSIONS)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -131,10 +186,21 @@ class Learner:
         return self._reports.metrics
 
 
-def _saver() -> Saver:
-    """Return what would save checkpoints, if any were ordered."""
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Raise ConfigError for versions that cannot be read."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as err:
+        raise ConfigError(
+            f"{folder}: its versions cannot be read ({err}); delete the folder of the simulation"
+        ) from err
+
+
+def _saver(folder: Path) -> Saver:
+    """Return what saves checkpoints."""
     storage = Storage(
-        parent=Path(),
+        parent=folder,
         here=(0,),
         arrangement=Arrangement(1),
         device=torch.device("cpu"),

@@ -14,7 +14,7 @@ admitted.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Final, NamedTuple
 
 import msgspec
@@ -27,12 +27,16 @@ from dora.core import events as ev
 from dora.core.ids import TrajectoryId, VersionId
 from dora.learning.learner import Learner, VersionsInMemory
 from dora.learning.sampler import AnswerRequest, RealAnswer, Sampler
+from dora.learning.saved import Saved
 from dora.sim.answers import SimulatedGroup
 from dora.sim.instance import SimulatedInstance
 from dora.sim.workload import Workload
 from dora.sim.world import Sink, World
 from dora.tasks.prompts import Prompt
 from dora.tasks.sources import derive_seed
+
+#: Tokens, log-probs, reward and whether the budget ended it, of an answer that was sampled.
+_Made = tuple[list[int], list[float], float, bool]
 
 #: Groups that are sampled together.
 BLOCK: Final = 8
@@ -52,9 +56,11 @@ class AnswerJob(NamedTuple):
 class RealAnswers:
     """The groups of a job, sampled when they are admitted."""
 
-    def __init__(self, job: AnswerJob, sampler: Sampler, versions: VersionsInMemory, *, workload: Workload) -> None:
+    def __init__(
+        self, job: AnswerJob, sampler: Sampler, versions: VersionsInMemory, saved: Saved, *, workload: Workload
+    ) -> None:
         """`workload`: `lengths.scale` is the number of simulated tokens per real one."""
-        self._job, self._sampler, self._versions = job, sampler, versions
+        self._job, self._sampler, self._versions, self._saved = job, sampler, versions, saved
         self._scale = workload.lengths.scale
         self._unsampled = SimulatedGroup(workload.lengths.prompt_tokens, [], [])
         self._loaded: int | None = None  # version of the sampler's weights
@@ -113,10 +119,16 @@ class RealAnswers:
         """Return answers under a version; at the temperature of the job, unless one is given."""
         if not requests:
             return []
+        heat = self._job.temperature if temperature < 0 else temperature
+        made = self._saved.recall(lambda: [*self._sample(requests, version, heat)], list[_Made])
+        return [RealAnswer(request.prompt, *one) for request, one in zip(requests, made, strict=True)]
+
+    def _sample(self, requests: Sequence[AnswerRequest], version: int, temperature: float) -> Iterator[_Made]:
         if version != self._loaded:
             self._sampler.load(self._versions[version])
             self._loaded = version
-        return self._sampler.answer(requests, temperature=self._job.temperature if temperature < 0 else temperature)
+        for answer in self._sampler.answer(requests, temperature=temperature):
+            yield answer.tokens, answer.logprobs, answer.reward, answer.truncated
 
     def forget_before(self, number: int) -> None:
         """Drop groups below `number`, which are not requested again."""

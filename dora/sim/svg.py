@@ -111,10 +111,15 @@ class Frame:
             shapes += [rect(WIDTH - RIGHT + 16, y, 12, 12, fill=color(i)), text(WIDTH - RIGHT + 34, y + 10, name)]
         return shapes
 
-    def curve(self, points: Sequence[Point], *, stroke: str, dashes: str = "") -> list[str]:
+    def band(self, low: Sequence[Point], high: Sequence[Point], *, fill: str) -> str:
+        """Return the area between two lines."""
+        corners = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in [*low, *reversed(high)])
+        return f'<polygon points="{corners}" fill="{fill}" fill-opacity="0.15"/>'
+
+    def curve(self, points: Sequence[Point], *, stroke: str, dashes: str = "", is_marked: bool = True) -> list[str]:
         """Return a line through the points, which are marked unless the line is dashed."""
         at = [(self.x(x), self.y(y)) for x, y in points]
         shapes = [line(a, b, stroke=stroke, width=2, dashes=dashes) for a, b in pairwise(at)]
-        if not dashes:
+        if is_marked and not dashes:
             shapes += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{stroke}"/>' for x, y in at]
         return shapes

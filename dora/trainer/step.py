@@ -115,6 +115,11 @@ class Trainer:
             self._load(order)
         self._begin_step()
 
+    @property
+    def next_step(self) -> StepId:
+        """The step that is trained next, or now."""
+        return self._step
+
     def start(self, *, note: str = "") -> None:
         """Publish the version of the current step (no effect if the store has it), then report READY."""
         self._publish()

@@ -8,57 +8,151 @@ import sys
 from pathlib import Path
 
 import pytest
-from learning import cells, document
-from learning.cells import Cell, LiveCell, LiveResult, Result
+from learning import cells, document, fleet_tables, fleets, sweep_tables
+from learning.cells import Cell, LiveCell, Result
+from learning.fleets import FleetCell, FleetCurve, PlanFound, Setting
 from learning.live import from_rows
-from learning.stats import paired
-
-from dora.config.load import load
+from learning.stats import crossing, interval, paired, paired_ratio, smoothed
 
 
 def result(cell: Cell, area: float) -> Result:
     return Result(cell, [(0, 0.2), (4, area)], area, {}, 1.0, profile="p", commit="c", machine="m")
 
 
+def curve(strategy: str, k: int, seed: int, *, step_s: float, rewards: list[float], control: str = "") -> FleetCurve:
+    """A curve with an evaluation every five steps."""
+    scored = [(5 * i, reward) for i, reward in enumerate(rewards)]
+    times = [step_s * version for version in range(scored[-1][0] + 1)]
+    return FleetCurve(
+        FleetCell("tail-bound", strategy, k, seed, control),
+        times,
+        scored,
+        scored,
+        [],
+        [4, 4],
+        0,
+        0,
+        0,
+        "",
+        60.0,
+        "c",
+        "m",
+    )
+
+
 def test_the_document_and_its_pictures_are_those_of_the_results() -> None:
-    lags, live = cells.read(cells.LAGS, Result), cells.read(cells.LIVE, LiveResult)
-    assert document.DOCUMENT.read_text() == document.render(lags, live), "run: python bench/learning render"
-    drawn = document.pictures(lags, live)
+    found = document.measured()
+    assert document.DOCUMENT.read_text() == document.render(found), "run: python bench/learning render"
+    drawn = document.pictures(found)
     assert {path.name: path.read_text() for path in document.picture_files()} == drawn, (
         "run: python bench/learning render"
     )
 
 
-def test_the_results_are_of_the_shipped_configuration() -> None:
-    made = [*cells.read(cells.LAGS, Result), *cells.read(cells.LIVE, LiveResult)]
-    assert {one.profile for one in made} <= {cells.profile()}
-    assert len({one.cell for one in made}) == len(made)
+def test_the_results_are_of_the_shipped_configurations() -> None:
+    found = document.measured()
+    assert {one.profile for one in found.sweep} <= {cells.profile()}
+    for rows in (found.sweep, found.curves, found.live):
+        assert len({one.cell for one in rows}) == len(rows)
+    assert {curve.cell for curve in found.curves} <= {*fleets.curve_cells()}
 
 
-def test_a_paired_difference_and_its_error() -> None:
-    found = paired({0: 0.5, 1: 0.7, 2: 0.9, 7: 0.0}, {0: 0.4, 1: 0.5, 2: 0.6})
-    assert found.mean == pytest.approx(0.2)
-    assert found.two_errors == pytest.approx(2 * 0.1 / math.sqrt(3))
+def test_an_interval_is_that_of_student() -> None:
+    found = interval([1.0, 2.0, 3.0, 4.0, 5.0])  # deviation sqrt(2.5), standard error sqrt(0.5), t 2.776
+    assert found.mean == pytest.approx(3.0)
+    assert found.half == pytest.approx(2.776 * math.sqrt(0.5))
     assert found.is_shown
-    assert str(found) == "+0.200 ± 0.115"
-
-
-def test_one_pair_shows_nothing_and_none_says_so() -> None:
-    assert not paired({0: 0.5}, {0: 0.4}).is_shown
+    assert str(paired({0: 0.5, 1: 0.7, 7: 0.0}, {0: 0.4, 1: 0.6})) == "+0.100 ± 0.000"
     assert str(paired({0: 0.5}, {1: 0.4})) == "not run"
+    assert not paired({0: 0.5}, {0: 0.4}).is_shown
+
+
+def test_a_ratio_is_a_geometric_mean() -> None:
+    found = paired_ratio({0: 2.0, 1: 8.0}, {0: 1.0, 1: 1.0})
+    assert found.ratio.startswith("4.00 (")
+    assert not found.is_shown  # two seeds show little: 12.7 standard errors
+
+
+def test_a_reward_is_reached_where_the_smoothed_line_crosses_it() -> None:
+    assert smoothed([0.0, 3.0, 0.0, 3.0]) == [1.5, 1.0, 2.0, 1.5]
+    assert crossing([(0.0, 0.0), (10.0, 1.0)], 0.5) == 5.0
+    assert crossing([(0.0, 0.7), (10.0, 1.0)], 0.5) == 0.0
+    assert crossing([(0.0, 0.0), (10.0, 0.4)], 0.5) == math.inf
+
+
+def test_who_learns_as_much_per_step_in_half_the_time_is_there_twice_as_soon() -> None:
+    rewards = [0.2, 0.4, 0.6, 0.7, 0.8, 0.8, 0.8]
+    curves = [curve("sync", 0, seed, step_s=100.0 + seed, rewards=rewards) for seed in range(5)]
+    curves += [curve("periodic", 0, seed, step_s=120.0 + seed, rewards=rewards) for seed in range(5)]
+    curves += [curve("dora", 3, seed, step_s=50.0 + seed / 2, rewards=rewards) for seed in range(5)]
+    found = fleet_tables.curves_of(curves, "tail-bound")
+    gone = fleet_tables.way(found[Setting("sync", 0)])
+    assert (gone.first, gone.last) == (pytest.approx(0.2), pytest.approx(0.8))
+    assert fleet_tables.baseline(found, gone.level(0.9)) == Setting("sync", 0)
+    faster = fleet_tables.speedup(found, Setting("dora", 3), gone.level(0.9))
+    assert math.exp(faster.mean) == pytest.approx(2.0)
+    assert faster.is_shown
+    plans = {s: PlanFound("tail-bound", s.strategy, s.k, 1, 8, 64, 32_768, 60.0, "c") for s in found}
+    row = fleet_tables.main_table(found, plans).splitlines()[3]
+    assert row.startswith("| `dora`, K = 3 | 5 |")
+    assert "**2.00 (2.00-2.00)**" in row
+    assert "+0.000 ± 0.000" in row
+
+
+def test_a_strategy_that_does_not_arrive_has_no_ratio() -> None:
+    up, flat = [0.2, 0.4, 0.6, 0.8, 0.8, 0.8], [0.2, 0.2, 0.2, 0.2, 0.2, 0.2]
+    curves = [curve("sync", 0, seed, step_s=100.0, rewards=up) for seed in range(2)]
+    curves += [curve("dora", 3, seed, step_s=50.0, rewards=flat) for seed in range(2)]
+    found = fleet_tables.curves_of(curves, "tail-bound")
+    plans = {s: PlanFound("tail-bound", s.strategy, s.k, 1, 8, 64, 32_768, 60.0, "c") for s in found}
+    assert "not reached" in fleet_tables.main_table(found, plans).splitlines()[3]
+    assert fleet_tables.sentence(found, "tail-bound") == ""
+
+
+def test_a_control_is_compared_with_the_same_run_without_the_fault() -> None:
+    good, bad = [0.2, 0.4, 0.6, 0.8, 0.8, 0.8], [0.2, 0.3, 0.4, 0.5, 0.5, 0.5]
+    curves = [curve("dora", 3, seed, step_s=50.0, rewards=good) for seed in range(3)]
+    curves += [curve("dora", 3, seed, step_s=50.0, rewards=bad, control="no correction") for seed in range(3)]
+    row = fleet_tables.controls_table(curves, ["no correction"]).splitlines()[2]
+    assert row.startswith("| `dora`, K = 3, no correction | 3 |")
+    assert "**-0.300 ± 0.000**" in row
+
+
+def test_the_pairs_of_the_second_round_are_those_that_staleness_harms_least() -> None:
+    results = [result(cell, 0.6 if cell.objective == "dppo" else 0.5) for cell in cells.tuning()]
+    results += [
+        result(cell, {"dppo": 0.6, "cispo": 0.55}.get(cell.objective, 0.3)) for cell in cells.first_round(results)
+    ]
+    best = cells.ranked(results)[: cells.BEST]
+    assert [objective for objective, _ in best] == ["dppo"] * 3 + ["cispo"] * 3
+    stale = [
+        result(cell, (0.5 if cell.staleness else 0.6) + 0.01 * cell.seed)
+        for cell in dict.fromkeys(cells.second_round(results))
+        if cell.seed
+    ]
+    row = sweep_tables.second_table([*results, *stale], updates=1).splitlines()[2]
+    assert row.startswith("| dppo |")
+    assert "K = 2" in sweep_tables.second_table(results, updates=1)
+
+
+def test_the_best_learning_rate_is_that_with_the_largest_area() -> None:
+    results = [result(cell, 1.0 - cell.rate) for cell in cells.tuning()]
+    assert cells.rates(results)["sums", "gspo", 4] == 0.25
+    assert cells.rates(results)["tail", "dapo", 1] == 1.0
 
 
 @pytest.mark.deep
-def test_the_configuration_passes_its_check() -> None:
-    command = [sys.executable, "-m", "dora", "check", str(cells.PROFILE), "--set", "status.port=0"]
+@pytest.mark.parametrize("task", cells.TASKS)
+def test_the_configurations_pass_their_check(task: cells.Task) -> None:
+    command = [sys.executable, "-m", "dora", "check", str(cells.TASKS[task]), "--set", "status.port=0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "server and trainer agree" in done.stdout
 
 
 def test_a_cut_line_is_run_again(tmp_path: Path) -> None:
-    path = tmp_path / "lags.jsonl"
-    first, second = (result(cell, 0.5) for cell in cells.corrections(1)[:2])
+    path = tmp_path / "sweep.jsonl"
+    first, second = (result(cell, 0.5) for cell in cells.tuning()[:2])
     cells.append(path, first)
     with path.open("ab") as file:
         file.write(b'{"cell":')
@@ -68,27 +162,16 @@ def test_a_cut_line_is_run_again(tmp_path: Path) -> None:
 
 
 def test_every_cell_is_a_valid_configuration_and_no_run_is_planned_twice() -> None:
-    stages = cells.corrections(1), cells.objectives(1)
-    configs = [cell.config().model_dump_json() + f"K={cell.staleness}" for cell in {*stages[0], *stages[1]}]
-    assert len(set(configs)) == len(configs) == 26 + 33
+    made = [*cells.tuning(), *cells.first_round([]), *dict.fromkeys(cells.second_round([]))]
+    configs = [cell.config().model_dump_json() + f"K={cell.staleness}" for cell in dict.fromkeys(made)]
+    assert len(set(configs)) == len(configs)
 
 
-def test_every_live_run_is_a_valid_configuration() -> None:
-    bounds = [load(cells.PROFILE, cell.overrides, environ={}).rules.max_staleness for cell in cells.live_cells(1)]
-    assert bounds[:3] == [0, 2, 8]
-
-
-def test_a_correction_that_helps_is_said_to_help() -> None:
-    areas = {"none": 0.4, "tis": 0.6, "icepop": 0.4}
-    runs = [
-        result(Cell("grpo", name, 16, 1, seed), area + 0.01 * (seed + (seed % 2) * (name == "icepop")))
-        for name, area in areas.items()
-        for seed in range(3)
-    ]
-    text = document.render([*runs, *(result(Cell("grpo", "tis", 0, 1, seed), 0.7) for seed in range(3))], [])
-    assert "K = 16, against no correction: tis: helps (+0.200" in text
-    assert "icepop: no difference shown" in text
-    assert "opsm: fewer than two seeds" in text
+def test_every_curve_has_a_plan_to_be_made_of() -> None:
+    kinds = {(cell.fleet, cell.strategy, cell.k) for cell in fleets.curve_cells()}
+    assert len(kinds) == len(fleets.FLEETS) * len(fleets.SETTINGS)
+    for fleet, strategy, k in kinds:
+        assert fleets.base(fleet, strategy, k).rules.max_staleness <= max(k, 1)
 
 
 def test_a_live_run_counts_seconds_from_the_end_of_step_0() -> None:
@@ -98,5 +181,3 @@ def test_a_live_run_counts_seconds_from_the_end_of_step_0() -> None:
         LiveCell("dora", 2, 0), [*scores, *steps, {"kind": "evaluation_skipped", "version": 2}], profile="p"
     )
     assert run.published == [0.0, 0.0, 2.0, 4.0]
-    assert document.area(run, seconds=False, until=0.0) == pytest.approx(0.5)
-    assert document.area(run, seconds=True, until=2.0) == pytest.approx(0.35)

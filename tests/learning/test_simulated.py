@@ -13,7 +13,7 @@ import torch
 from learning import cells, harness
 
 from dora.app.inputs import open_inputs
-from dora.app.learn import LearningCurve, configured, job_of, learn
+from dora.app.learn import SAVE_EVERY, LearningCurve, configured, job_of, learn
 from dora.app.settings import trainer_settings
 from dora.config.schema import Config
 from dora.core import commands as cmd
@@ -22,6 +22,7 @@ from dora.core.ids import TrajectoryId
 from dora.errors import ConfigError
 from dora.learning.learner import Learner, OneRank
 from dora.learning.sampler import Sampler
+from dora.learning.saved import Saved
 from dora.learning.world import BLOCK, LearningWorld, RealAnswers
 from dora.sim.workload import Workload
 from tests.e2e.runs import assert_one_clear_error, run_to_end
@@ -42,7 +43,7 @@ def workload(*, strategy: str = "dora", k: int = 0, steps: int = 3) -> Workload:
 
 
 def prepared(one: Workload, *changes: str, seed: int = 0) -> tuple[Config, Workload]:
-    return configured(cells.PROFILE, one, [*TASK, *changes], seed=seed)
+    return configured(cells.TASKS["sums"], one, [*TASK, *changes], seed=seed)
 
 
 def learned(one: Workload, *changes: str, seed: int = 0) -> LearningCurve:
@@ -64,9 +65,8 @@ class Recorded:
             sampler = Sampler(self.config, model=inputs.model, tokenizer=inputs.tokenizer)
             settings = trainer_settings(self.config, max_staleness=self.workload.settings().max_lag)
             learner = Learner(settings, model=inputs.model)
-            real = RealAnswers(
-                job_of(self.config, inputs, every=every), sampler, learner.versions, workload=self.workload
-            )
+            job = job_of(self.config, inputs, every=every)
+            real = RealAnswers(job, sampler, learner.versions, Saved(None, about=""), workload=self.workload)
 
             def note(event: ev.Event, orders: Sequence[cmd.Command]) -> None:
                 if isinstance(event, ev.GenerationFinished):
@@ -169,6 +169,67 @@ def test_another_seed_or_k_is_another_history() -> None:
     assert len({curve.digest for curve in curves}) == 3
 
 
+class Interrupted(Exception):
+    """Ends a simulation from outside."""
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("at", [(SAVE_EVERY,), (2, SAVE_EVERY + 1)])
+def test_a_simulation_goes_on_where_it_was_interrupted(tmp_path: Path, at: Sequence[int]) -> None:
+    """The second case is interrupted before the trainer was saved, and again after that."""
+    config, fitted = prepared(workload(k=1, steps=SAVE_EVERY + len(at)))
+    for version in at:
+
+        def interrupt(line: str, version: int = version) -> None:
+            if line.startswith(f"version {version} "):
+                raise Interrupted
+
+        with pytest.raises(Interrupted):
+            learn(fitted, config, seed=0, show=interrupt, folder=tmp_path)
+    assert [path.name for path in tmp_path.glob("step-*")] == [f"step-{SAVE_EVERY:06}"]
+    kept = {path.name for path in (tmp_path / "versions").iterdir()}
+    assert f"{SAVE_EVERY}.safetensors" in kept
+    assert "0.safetensors" not in kept  # no answer of it was left
+    resumed = learn(fitted, config, seed=0, show=str, folder=tmp_path)
+    assert resumed == learn(fitted, config, seed=0, show=str)
+
+
+def test_a_torn_end_is_made_again_and_what_was_saved_is_not_made_again(tmp_path: Path) -> None:
+    with closing(Saved(tmp_path, about="a")) as saved:
+        assert [saved.recall(lambda n=n: n, int) for n in range(3)] == [0, 1, 2]  # type: ignore[misc]
+    with (tmp_path / "made").open("r+b") as file:
+        file.truncate((tmp_path / "made").stat().st_size - 1)
+    with closing(Saved(tmp_path, about="a")) as saved:
+        assert [saved.recall(lambda: 7, int) for _ in range(3)] == [0, 1, 7]
+
+
+def test_a_folder_of_another_simulation_is_refused(tmp_path: Path) -> None:
+    Saved(tmp_path, about="a").close()
+    with pytest.raises(ConfigError, match="is of another simulation"):
+        Saved(tmp_path, about="b")
+    with closing(Saved(tmp_path, about="a")) as saved:
+        saved.recall(lambda: "a word", str)
+    with closing(Saved(tmp_path, about="a")) as saved, pytest.raises(ConfigError, match="does not have what"):
+        saved.recall(lambda: 1.0, float)
+
+
+def test_versions_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "versions").mkdir()
+    (tmp_path / "versions" / "0.safetensors").write_bytes(b"x")
+    config, fitted = prepared(workload(k=1))
+    with pytest.raises(ConfigError, match=r"versions: its versions cannot be read"):
+        learn(fitted, config, seed=0, show=str, folder=tmp_path)
+
+
+def test_weights_that_are_older_than_their_tag_teach_something_else() -> None:
+    config, fitted = prepared(workload(k=1, steps=4))
+    plain, behind = (learn(fitted, config, seed=0, show=str, behind=n) for n in (0, 2))
+    assert sum(plain.staleness) == sum(behind.staleness)  # the core knows nothing of it
+    assert max(step["all/log_ratio_abs_mean"] for step in behind.steps) > 1.5 * max(
+        step["all/log_ratio_abs_mean"] for step in plain.steps
+    )
+
+
 def test_longer_answers_take_longer() -> None:
     short, long = (learned(workload().with_changes(lengths={"scale": scale})) for scale in (10.0, 1000.0))
     assert long.step_s > 5 * short.step_s
@@ -194,7 +255,7 @@ def test_the_command_prints_a_row_for_each_case_and_writes_the_curves(tmp_path: 
         "[job]\nsteps = 2\ngroups_per_step = 8\ngroup_size = 4\n[lengths]\nscale = 100.0\n"
         "[fleet]\ndevices = 6\nrollout_devices = 4\n"
     )
-    asked = ("simulate", str(file), "--learn", str(cells.PROFILE))
+    asked = ("simulate", str(file), "--learn", str(cells.TASKS["sums"]))
     done = run_to_end(*asked, "--k", "0,1", "--json", str(curves))
     assert (done.returncode, done.stderr) == (0, "")
     table = done.stdout.splitlines()[-3:]

@@ -1,0 +1,275 @@
+"""Tables and pictures of learning in simulated hours, from bench/results/learning/curves.jsonl and plans.jsonl."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import Final, NamedTuple
+
+from dora.sim import svg
+from learning.fleets import FLEETS, SETTINGS, FleetCurve, PlanFound, Setting
+from learning.stats import Interval, crossing, paired, paired_ratio, smoothed
+from learning.text import bold, table
+
+#: How the documents call the fleets.
+NAMES: Final = {"tail-bound": "tail-bound, 12 GPUs", "paper-128": "128 GPUs", "paper-64": "64 GPUs"}
+#: Shares of the way that `sync` goes.
+WAYS: Final = (0.5, 0.7, 0.9)
+#: The last evaluations, whose mean is the final reward.
+LAST: Final = 3
+#: Strategies that train on answers of the newest version only: the baselines.
+ON_POLICY: Final = (Setting("sync", 0), Setting("periodic", 0))
+DRAWN: Final = (
+    Setting("sync", 0), Setting("periodic", 0), Setting("one_step_off", 1), Setting("oversample", 0),
+    Setting("partial", 3), Setting("dora", 1), Setting("dora", 3), Setting("dora", 8),
+)  # fmt: skip
+#: Points of a picture's curves.
+GRID: Final = 60
+
+Curves = Mapping[Setting, Mapping[int, FleetCurve]]  # by seed
+Points = list[tuple[float, float]]
+
+
+class Way(NamedTuple):
+    """Where `sync` begins and ends, as means of all seeds."""
+
+    first: float
+    last: float
+
+    def level(self, share: float) -> float:
+        """Return the reward after a share of the way."""
+        return self.first + share * (self.last - self.first)
+
+
+def curves_of(curves: Iterable[FleetCurve], fleet: str, *, control: str = "") -> Curves:
+    """Return the curves of a fleet by setting and seed."""
+    found: dict[Setting, dict[int, FleetCurve]] = defaultdict(dict)
+    for curve in curves:
+        cell = curve.cell
+        if (cell.fleet, cell.control, cell.every) == (fleet, control, 0):
+            found[Setting(cell.strategy, cell.k)][cell.seed] = curve
+    return {setting: found[setting] for setting in SETTINGS if setting in found}
+
+
+def name(setting: Setting) -> str:
+    """Return what tables and pictures call a setting."""
+    return f"{setting.strategy}, K = {setting.k}" if setting.k else setting.strategy
+
+
+def final(curve: FleetCurve) -> float:
+    """Return the final held-out reward."""
+    return fmean(mean for _, mean in curve.heldout[-LAST:])
+
+
+def final_hardest(curve: FleetCurve) -> float:
+    """Return the final held-out reward of the hardest prompts."""
+    return fmean(mean for _, mean in curve.hardest[-LAST:])
+
+
+def way(sync: Mapping[int, FleetCurve]) -> Way:
+    """Return the way that `sync` goes."""
+    return Way(fmean(curve.heldout[0][1] for curve in sync.values()), fmean(map(final, sync.values())))
+
+
+def over_steps(curve: FleetCurve) -> Points:
+    """Return the held-out reward over versions; each point is averaged with its neighbours."""
+    means = smoothed([mean for _, mean in curve.heldout])
+    return [(float(version), mean) for (version, _), mean in zip(curve.heldout, means, strict=True)]
+
+
+def over_seconds(curve: FleetCurve) -> Points:
+    """Return the same over virtual seconds."""
+    return [(curve.published_s[round(version)], mean) for version, mean in over_steps(curve)]
+
+
+def seconds_to(curves: Mapping[int, FleetCurve], level: float) -> dict[int, float]:
+    """Return by seed when a reward is reached; infinity if it is not."""
+    return {seed: crossing(over_seconds(curve), level) for seed, curve in curves.items()}
+
+
+def steps_to(curves: Mapping[int, FleetCurve], level: float) -> dict[int, float]:
+    """Return by seed after how many steps a reward is reached."""
+    return {seed: crossing(over_steps(curve), level) for seed, curve in curves.items()}
+
+
+def baseline(found: Curves, level: float) -> Setting:
+    """Return the on-policy strategy that reaches a reward first, by the mean of its seeds."""
+    there = [setting for setting in ON_POLICY if setting in found]
+    return min(there, key=lambda setting: fmean(seconds_to(found[setting], level).values()))
+
+
+def speedup(found: Curves, setting: Setting, level: float) -> Interval:
+    """Return the logarithm of how much sooner a setting reaches a reward than the best on-policy strategy; without
+    seeds if one of them does not reach it."""
+    base, mine = seconds_to(found[baseline(found, level)], level), seconds_to(found[setting], level)
+    if not all(map(math.isfinite, [*base.values(), *mine.values()])):
+        return Interval(math.nan, math.nan, 0)
+    return paired_ratio(base, mine)
+
+
+def main_table(found: Curves, plans: Mapping[Setting, PlanFound]) -> str:
+    """Return the table of a fleet."""
+    sync = found[SETTINGS[0]]
+    gone = way(sync)
+    levels = [gone.level(share) for share in WAYS]
+    head = ["strategy", "seeds", *(f"hours to {share:.0%}" for share in WAYS), "times as soon to 90%"]
+    head += ["steps to 90%", "the same at constant step times", "final", "hardest fifth", "staleness"]
+    head += ["mixed answers", "groups discarded"]
+    base = baseline(found, levels[-1])
+    body = []
+    for setting, curves in found.items():
+        faster = speedup(found, setting, levels[-1])
+        finals = paired(_each(curves, final), _each(sync, final))
+        hard = paired(_each(curves, final_hardest), _each(sync, final_hardest))
+        steps = fmean(steps_to(curves, levels[-1]).values())
+        body.append([
+            f"`{setting.strategy}`" + (f", K = {setting.k}" if setting.k else ""),
+            len(curves),
+            *(_hours(seconds_to(curves, level).values()) for level in levels),
+            "1" if setting == base else bold(faster.ratio, shown=faster.is_shown),
+            f"{steps:.0f}" if math.isfinite(steps) else "not reached",
+            _constant(setting, base, steps, fmean(steps_to(found[base], levels[-1]).values()), plans),
+            f"{fmean(map(final, curves.values())):.3f}{_difference(finals, is_base=curves is sync)}",
+            f"{fmean(map(final_hardest, curves.values())):.3f}{_difference(hard, is_base=curves is sync)}",
+            f"{fmean(_staleness(curve) for curve in curves.values()):.2f}",
+            round(fmean(curve.mixed for curve in curves.values())),
+            round(fmean(curve.discarded for curve in curves.values())),
+        ])  # fmt: skip
+    return table(head, body)
+
+
+def plan_table(found: Curves, plans: Mapping[Setting, PlanFound]) -> str:
+    """Return the plans of a fleet, and the step times of the curves."""
+    body = []
+    for setting, curves in found.items():
+        plan = plans[setting]
+        step_s = fmean(curve.published_s[-1] / (len(curve.published_s) - 1) for curve in curves.values())
+        body.append(
+            [
+                f"`{setting.strategy}`" + (f", K = {setting.k}" if setting.k else ""),
+                plan.width,
+                plan.rollout_devices,
+                plan.slots,
+                f"{plan.step_s:.4g}",
+                f"{step_s:.4g}",
+                round(fmean(curve.filtered for curve in curves.values())),
+                f"{fmean(curve.seconds for curve in curves.values()) / 60:.1f}",
+            ]
+        )
+    head = ["strategy", "GPUs a server", "GPUs that roll out", "slots", "planned step s", "step s of the curves"]
+    return table([*head, "groups filtered", "CPU minutes a curve"], body)
+
+
+def _each(curves: Mapping[int, FleetCurve], figure: Callable[[FleetCurve], float]) -> dict[int, float]:
+    return {seed: figure(curve) for seed, curve in curves.items()}
+
+
+def _hours(seconds: Iterable[float]) -> str:
+    mean = fmean(seconds)
+    return f"{mean / 3600:.2f}" if math.isfinite(mean) else "not reached"
+
+
+def _difference(found: Interval, *, is_base: bool) -> str:
+    return "" if is_base or found.count < 2 else f" ({bold(str(found), shown=found.is_shown)})"
+
+
+def _staleness(curve: FleetCurve) -> float:
+    return sum(age * count for age, count in enumerate(curve.staleness)) / sum(curve.staleness)
+
+
+def _constant(
+    setting: Setting, base: Setting, steps: float, base_steps: float, plans: Mapping[Setting, PlanFound]
+) -> str:
+    """Return the ratio of steps times the planned step times."""
+    if not math.isfinite(steps + base_steps):
+        return ""
+    return f"{base_steps * plans[base].step_s / (steps * plans[setting].step_s):.2f}"
+
+
+def sentence(found: Curves, fleet: str) -> str:
+    """Say what K = 3 gains on a fleet."""
+    level = way(found[SETTINGS[0]]).level(WAYS[-1])
+    faster, base = speedup(found, Setting("dora", 3), level), baseline(found, level)
+    if faster.count < 2:
+        return ""
+    verdict = "times as soon as" if faster.is_shown else "times as soon, which is not shown, as"
+    return f"{NAMES[fleet]}: {faster.ratio} {verdict} `{base.strategy}`"
+
+
+def controls_table(curves: Sequence[FleetCurve], names: Sequence[str]) -> str:
+    """Return how much worse the controls learn than the same runs without the fault."""
+    plain = curves_of(curves, "tail-bound")
+    body = []
+    for control in names:
+        faulty = curves_of(curves, "tail-bound", control=control)
+        for setting, runs in faulty.items():
+            body.append([f"`{setting.strategy}`, K = {setting.k}, {control}", *_worse(runs, plain[setting])])
+    oversample, sync = Setting("oversample", 0), SETTINGS[0]
+    if oversample in plain:
+        body.append(["`oversample`, against `sync`", *_worse(plain[oversample], plain[sync])])
+    return table(["control", "seeds", "mean of all steps", "final", "hardest fifth"], body)
+
+
+def _worse(runs: Mapping[int, FleetCurve], plain: Mapping[int, FleetCurve]) -> list[object]:
+    found = [paired(_each(runs, figure), _each(plain, figure)) for figure in (mean_reward, final, final_hardest)]
+    return [found[0].count, *(bold(str(one), shown=one.is_shown) for one in found)]
+
+
+def mean_reward(curve: FleetCurve) -> float:
+    """Return the area under the curve over steps, divided by their number."""
+    points = pairwise(curve.heldout)
+    return sum((b - a) * (low + high) / 2 for (a, low), (b, high) in points) / curve.heldout[-1][0]
+
+
+# ---- pictures -------------------------------------------------------------------------------------------------------
+
+
+def picture(found: Curves, *, title: str, per_hour: bool) -> str:
+    """Return the held-out reward over hours or steps: means of all seeds, and their range."""
+    drawn = [setting for setting in DRAWN if setting in found]
+    lines = {setting: _lines(found[setting], per_hour=per_hour) for setting in drawn}
+    ends = [line[-1][0] for of_setting in lines.values() for line in of_setting]
+    top = 1.1 * max(y for of_setting in lines.values() for line in of_setting for _, y in line)
+    frame = svg.Frame(0.0, max(ends), top)
+    marked = [(x, f"{x:g}") for x in svg.ticks(0.0, max(ends))]
+    x_label = "simulated hours" if per_hour else "steps"
+    shapes = frame.axes(x_ticks=marked, x_label=x_label, y_label="held-out reward")
+    for number, setting in enumerate(drawn):
+        low, mean, high = _band(lines[setting])
+        shapes.append(frame.band(low, high, fill=svg.color(number)))
+        shapes += frame.curve(mean, stroke=svg.color(number), is_marked=False)
+    return svg.document([*shapes, *frame.legend([name(one) for one in drawn])], title=title, height=frame.height)
+
+
+def _lines(curves: Mapping[int, FleetCurve], *, per_hour: bool) -> list[Points]:
+    if not per_hour:
+        return [over_steps(curve) for curve in curves.values()]
+    return [[(x / 3600, y) for x, y in over_seconds(curve)] for curve in curves.values()]
+
+
+def _band(lines: Sequence[Points]) -> tuple[Points, Points, Points]:
+    """Return lowest, mean and highest of some lines, up to where the first of them ends."""
+    end = min(line[-1][0] for line in lines)
+    grid = [end * i / GRID for i in range(GRID + 1)]
+    values = [[_at(line, x) for line in lines] for x in grid]
+    return (
+        [(x, min(ys)) for x, ys in zip(grid, values, strict=True)],
+        [(x, fmean(ys)) for x, ys in zip(grid, values, strict=True)],
+        [(x, max(ys)) for x, ys in zip(grid, values, strict=True)],
+    )
+
+
+def _at(line: Points, x: float) -> float:
+    """Return the height of a line at x."""
+    for (a, low), (b, high) in pairwise(line):
+        if x <= b:
+            return low if b == a else low + (high - low) * max(0.0, x - a) / (b - a)
+    return line[-1][1]
+
+
+def fleets_in(curves: Sequence[FleetCurve]) -> list[str]:
+    """Return the fleets with a curve of `sync`."""
+    return [fleet for fleet in FLEETS if SETTINGS[0] in curves_of(curves, fleet)]

@@ -1,0 +1,16 @@
+"""Tables of the document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def table(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
+    """Return a table in Markdown."""
+    lines = [head, ["---"] * len(head), *body]
+    return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
+
+
+def bold(words: str, *, shown: bool) -> str:
+    """Return what is shown in bold."""
+    return f"**{words}**" if shown else words
