@@ -46,12 +46,19 @@ differ thirtyfold in length. `sync` goes half of its way in 15 to 25 of 60 steps
 
 **Each strategy has its own best plan** (width of servers, split, slots, micro-batch): what `dora plan` finds for the
 answers of a policy that `sync` trains. A real token stands for so many simulated ones that the trained policy has the
-mean length of the job. On the fleets of the paper one group in eight is sampled and trained, in the same steps and
+mean length of the job. On the fleets of the paper one group in 16 is sampled and trained, in the same steps and
 updates; the others borrow lengths and rewards of these. "Hours to 50 %" is when a curve, each point averaged with its
 neighbours, first reaches half of the way that `sync` goes in 60 steps, as the mean of all seeds. "Times as soon" is
 against the faster of `sync` and `periodic`, the strategies that train on answers of the newest version only. "At
 constant step times" is the same ratio with the step times of the plans, which do not change while the answers grow.
 The hardest fifth are the prompts with most numbers. In parentheses are differences from `sync`.
+"""
+
+WHICH: Final = """## Which K do I take?
+
+The smallest that is fast enough. K = 0 is `periodic`. "Mean of all steps" is the mean held-out reward of a run less that of
+`sync`: what each step taught less, or more, whatever it took. A larger K pays as long as the trainer waits for answers
+([choose K and a split](how-to/choose-k-and-split.md)).
 """
 
 RISK: Final = """## What do I risk?
@@ -101,7 +108,7 @@ METHOD: Final = """## How this was measured, and what it cannot show
   the same versions from the commands of the core (`tests/learning/test_simulated.py`). The same seed has the same
   digest, whatever else the machine does.
 - Answers of a small policy have a lighter tail than those of a large one: the longest are 15 times the median.
-- The policy is trained with the batch of the job, or an eighth of it. How staleness and batch interact in large
+- The policy is trained with the batch of the job, or a sixteenth of it. How staleness and batch interact in large
   models is open.
 - Hours are those of the simulator, whose errors [SIMULATION.md](SIMULATION.md) states.
 """
@@ -131,7 +138,8 @@ def write() -> None:
 
 def render(found: Results) -> str:
     """Return the document."""
-    parts = [HEAD, _in_short(found), _missing(found), GAIN, *_fleets(found), RISK]
+    parts = [HEAD, _in_short(found), _missing(found), GAIN, *_fleets(found)]
+    parts += [WHICH, fleet_tables.staleness_table(found.curves), RISK]
     parts.append(fleet_tables.controls_table(found.curves, [name for name in CONTROLS if name]))
     parts.append(SWEEP)
     parts += [f"M = {m}:\n\n{sweep_tables.rates_table(found.sweep, updates=m)}" for m in cells.UPDATES]
@@ -187,6 +195,8 @@ def _fleets(found: Results) -> list[str]:
             f"![The same over steps](pictures/learning-steps-{fleet}.svg)\n",
         ]
         parts += ["The plans, and what the curves took:\n", fleet_tables.plan_table(curves, plans)]
+        if fleet == "tail-bound":
+            parts.append(fleet_tables.twice(found.curves))
     return parts
 
 

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Final, NamedTuple
 
 from dora.sim import svg
-from learning.fleets import FLEETS, SETTINGS, FleetCurve, PlanFound, Setting
+from learning.fleets import FLEETS, SETTINGS, TWICE, FleetCurve, PlanFound, Setting
 from learning.stats import Interval, crossing, paired, paired_ratio, smoothed
 from learning.text import bold, table
 
@@ -197,6 +197,41 @@ def sentence(found: Curves, fleet: str) -> str:
         return ""
     verdict = "times as soon as" if faster.is_shown else "times as soon, which is not shown, as"
     return f"{NAMES[fleet]}: {faster.ratio} {verdict} `{base.strategy}`"
+
+
+def staleness_table(curves: Sequence[FleetCurve]) -> str:
+    """Return what each K of `dora` gains and risks on each fleet."""
+    found = {fleet: curves_of(curves, fleet) for fleet in fleets_in(curves)}
+    body = []
+    for setting in SETTINGS:
+        if setting.strategy not in ("dora", "periodic"):
+            continue
+        row: list[object] = [setting.k]
+        for of_fleet in found.values():
+            sync = of_fleet[SETTINGS[0]]
+            runs = of_fleet.get(setting, {})
+            faster = speedup(of_fleet, setting, way(sync).level(WAYS[-1])) if runs else Interval(math.nan, math.nan, 0)
+            areas = paired(_each(runs, mean_reward), _each(sync, mean_reward))
+            row += [bold(faster.ratio, shown=faster.is_shown), bold(str(areas), shown=areas.is_shown)]
+        body.append(row)
+    columns = [f"{NAMES[fleet]}: {what}" for fleet in found for what in ("times as soon to 90%", "mean of all steps")]
+    return table(["K", *columns], sorted(body, key=lambda row: int(str(row[0]))))
+
+
+def twice(curves: Sequence[FleetCurve]) -> str:
+    """Say what K = 3 gains over `sync` at the learning rate that is best for `sync`."""
+    found, dora = curves_of(curves, "tail-bound", control=TWICE), Setting("dora", 3)
+    if SETTINGS[0] not in found or dora not in found:
+        return ""
+    sync = found[SETTINGS[0]]
+    levels = [way(sync).level(share) for share in WAYS]
+    faster = [speedup(found, dora, level) for level in levels]
+    said = ", ".join(f"{one.ratio} to {share:.0%}" for one, share in zip(faster, WAYS, strict=True))
+    change = paired(_each(found[dora], final), _each(sync, final))
+    return (
+        f"With {TWICE}, the best one for `sync` in the sweep below, K = 3 is there so many times as soon as `sync`: "
+        f"{said}; the final reward differs by {change} ({faster[0].count} seeds).\n"
+    )
 
 
 def controls_table(curves: Sequence[FleetCurve], names: Sequence[str]) -> str:

@@ -49,7 +49,7 @@ class Fleet(msgspec.Struct, frozen=True):
 
 
 #: Name of the workload -> how it is learned. The jobs of the paper make 16 updates per step.
-FLEETS: Final = {"tail-bound": Fleet(1, 2e-4), "paper-128": Fleet(8, 5e-5), "paper-64": Fleet(8, 5e-5)}
+FLEETS: Final = {"tail-bound": Fleet(1, 2e-4), "paper-128": Fleet(16, 4e-5), "paper-64": Fleet(16, 4e-5)}
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -71,6 +71,8 @@ CONTROLS: Final[dict[str, tuple[tuple[str, ...], int]]] = {
     "no correction": (("objective.weight=none",), 0),
     "C3 broken by 12": ((), 12),
 }
+#: With the rate that is best for `sync` in the sweep.
+TWICE: Final = "twice the learning rate"
 
 
 class FleetCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -132,10 +134,13 @@ def curve_cells() -> Iterator[FleetCell]:
             yield FleetCell("tail-bound", setting.strategy, setting.k, seed)
         for control in [name for name in CONTROLS if name]:
             yield FleetCell("tail-bound", "dora", 3, seed, control)
+        for setting in (SETTINGS[0], SETTINGS[1]):
+            yield FleetCell("tail-bound", setting.strategy, setting.k, seed, TWICE)
     for seed in range(SEEDS):
         for fleet in ("paper-128", "paper-64"):
             for setting in SETTINGS:
                 yield FleetCell(fleet, setting.strategy, setting.k, seed)
+    yield FleetCell("paper-128", "dora", 3, 0, every=1)
 
 
 def run(*, processes: int, fleets: Sequence[str]) -> bool:
@@ -181,10 +186,10 @@ def configuration(cell: FleetCell, calibration: Calibration, found: PlanFound) -
     """Return what a curve is made of."""
     from dora.app.learn import configured
 
-    fleet = FLEETS[cell.fleet]
-    overrides, _ = CONTROLS[cell.control]
+    rate = FLEETS[cell.fleet].rate * (2 if cell.control == TWICE else 1)
+    overrides, _ = CONTROLS.get(cell.control, ((), 0))
     workload = planned(found).with_changes(lengths={"scale": calibration.scale})
-    chosen = [f"trainer.learning_rate={fleet.rate}", *overrides]
+    chosen = [f"trainer.learning_rate={rate}", *overrides]
     return configured(cells.TASKS["tail"], workload, chosen, seed=cell.seed)
 
 
@@ -271,7 +276,7 @@ def curve(cell: FleetCell, found: PlanFound, calibration: Calibration) -> FleetC
 
     config, workload = configuration(cell, calibration, found)
     begun = time.process_time()
-    _, behind = CONTROLS[cell.control]
+    _, behind = CONTROLS.get(cell.control, ((), 0))
     every = cell.every or FLEETS[cell.fleet].every
     made = learn(workload, config, seed=cell.seed, show=_quiet, every=every, behind=behind)
     hard = hardest(config)

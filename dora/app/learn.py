@@ -22,8 +22,8 @@ from dora.config.load import load
 from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.learning.learner import Learner, OneRank
+from dora.learning.progress import Progress
 from dora.learning.sampler import AnswerRequest, Sampler
-from dora.learning.saved import Saved
 from dora.learning.world import AnswerJob, LearningWorld, RealAnswers
 from dora.sim.workload import Workload, checked
 from dora.tasks.prompts import Prompt
@@ -71,7 +71,7 @@ class LearningCurve(msgspec.Struct, frozen=True):
     @property
     def staleness_mean(self) -> float:
         """Mean staleness of all trained groups."""
-        return sum(age * count for age, count in enumerate(self.staleness)) / sum(self.staleness)
+        return sum(versions * count for versions, count in enumerate(self.staleness)) / sum(self.staleness)
 
 
 def configured(path: Path, workload: Workload, overrides: Sequence[str] = (), *, seed: int) -> tuple[Config, Workload]:
@@ -122,7 +122,7 @@ def learn(
     steps: list[dict[str, float]] = []
     scored = held_out(inputs)
     about = "/".join((digest_of(workload, config, seed=seed), str(every), str(behind), torch.__version__))
-    with OneRank(), closing(Saved(folder, about=about)) as saved:
+    with OneRank(), closing(Progress(folder, about=about)) as saved:
         settings = trainer_settings(config, max_staleness=workload.settings().max_lag)
         learner = Learner(settings, model=inputs.model, folder=folder)
         sampler = Sampler(config, model=inputs.model, tokenizer=inputs.tokenizer)

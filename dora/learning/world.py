@@ -26,8 +26,8 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import TrajectoryId, VersionId
 from dora.learning.learner import Learner, VersionsInMemory
+from dora.learning.progress import Progress
 from dora.learning.sampler import AnswerRequest, RealAnswer, Sampler
-from dora.learning.saved import Saved
 from dora.sim.answers import SimulatedGroup
 from dora.sim.instance import SimulatedInstance
 from dora.sim.workload import Workload
@@ -57,7 +57,7 @@ class RealAnswers:
     """The groups of a job, sampled when they are admitted."""
 
     def __init__(
-        self, job: AnswerJob, sampler: Sampler, versions: VersionsInMemory, saved: Saved, *, workload: Workload
+        self, job: AnswerJob, sampler: Sampler, versions: VersionsInMemory, saved: Progress, *, workload: Workload
     ) -> None:
         """`workload`: `lengths.scale` is the number of simulated tokens per real one."""
         self._job, self._sampler, self._versions, self._saved = job, sampler, versions, saved
@@ -120,10 +120,10 @@ class RealAnswers:
         if not requests:
             return []
         heat = self._job.temperature if temperature < 0 else temperature
-        made = self._saved.recall(lambda: [*self._sample(requests, version, heat)], list[_Made])
+        made = self._saved.recall(lambda: [*self._make(requests, version, heat)], list[_Made])
         return [RealAnswer(request.prompt, *one) for request, one in zip(requests, made, strict=True)]
 
-    def _sample(self, requests: Sequence[AnswerRequest], version: int, temperature: float) -> Iterator[_Made]:
+    def _make(self, requests: Sequence[AnswerRequest], version: int, temperature: float) -> Iterator[_Made]:
         if version != self._loaded:
             self._sampler.load(self._versions[version])
             self._loaded = version

@@ -21,8 +21,8 @@ from dora.core import events as ev
 from dora.core.ids import TrajectoryId
 from dora.errors import ConfigError
 from dora.learning.learner import Learner, OneRank
+from dora.learning.progress import Progress
 from dora.learning.sampler import Sampler
-from dora.learning.saved import Saved
 from dora.learning.world import BLOCK, LearningWorld, RealAnswers
 from dora.sim.workload import Workload
 from tests.e2e.runs import assert_one_clear_error, run_to_end
@@ -66,7 +66,7 @@ class Recorded:
             settings = trainer_settings(self.config, max_staleness=self.workload.settings().max_lag)
             learner = Learner(settings, model=inputs.model)
             job = job_of(self.config, inputs, every=every)
-            real = RealAnswers(job, sampler, learner.versions, Saved(None, about=""), workload=self.workload)
+            real = RealAnswers(job, sampler, learner.versions, Progress(None, about=""), workload=self.workload)
 
             def note(event: ev.Event, orders: Sequence[cmd.Command]) -> None:
                 if isinstance(event, ev.GenerationFinished):
@@ -195,21 +195,21 @@ def test_a_simulation_goes_on_where_it_was_interrupted(tmp_path: Path, at: Seque
 
 
 def test_a_torn_end_is_made_again_and_what_was_saved_is_not_made_again(tmp_path: Path) -> None:
-    with closing(Saved(tmp_path, about="a")) as saved:
+    with closing(Progress(tmp_path, about="a")) as saved:
         assert [saved.recall(lambda n=n: n, int) for n in range(3)] == [0, 1, 2]  # type: ignore[misc]
     with (tmp_path / "made").open("r+b") as file:
         file.truncate((tmp_path / "made").stat().st_size - 1)
-    with closing(Saved(tmp_path, about="a")) as saved:
+    with closing(Progress(tmp_path, about="a")) as saved:
         assert [saved.recall(lambda: 7, int) for _ in range(3)] == [0, 1, 7]
 
 
 def test_a_folder_of_another_simulation_is_refused(tmp_path: Path) -> None:
-    Saved(tmp_path, about="a").close()
+    Progress(tmp_path, about="a").close()
     with pytest.raises(ConfigError, match="is of another simulation"):
-        Saved(tmp_path, about="b")
-    with closing(Saved(tmp_path, about="a")) as saved:
+        Progress(tmp_path, about="b")
+    with closing(Progress(tmp_path, about="a")) as saved:
         saved.recall(lambda: "a word", str)
-    with closing(Saved(tmp_path, about="a")) as saved, pytest.raises(ConfigError, match="does not have what"):
+    with closing(Progress(tmp_path, about="a")) as saved, pytest.raises(ConfigError, match="does not have what"):
         saved.recall(lambda: 1.0, float)
 
 

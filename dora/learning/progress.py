@@ -23,7 +23,7 @@ T = TypeVar("T")
 MADE: Final = "made"
 
 
-class Saved:
+class Progress:
     """What was made, in order; kept in a folder, unless there is none."""
 
     def __init__(self, folder: Path | None, *, about: str) -> None:
