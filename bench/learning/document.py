@@ -56,9 +56,9 @@ The hardest fifth are the prompts with most numbers. In parentheses are differen
 
 WHICH: Final = """## Which K do I take?
 
-The smallest that is fast enough. K = 0 is `periodic`. "Mean of all steps" is the mean held-out reward of a run less that of
-`sync`: what each step taught less, or more, whatever it took. A larger K pays as long as the trainer waits for answers
-([choose K and a split](how-to/choose-k-and-split.md)).
+The smallest that is fast enough. K = 0 is `periodic`. "Mean of all steps" is the mean held-out reward of a run less
+that of `sync`: what each step taught less, or more, whatever it took. A larger K pays as long as the trainer waits
+for answers ([choose K and a split](how-to/choose-k-and-split.md)).
 """
 
 RISK: Final = """## What do I risk?

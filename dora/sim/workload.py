@@ -342,6 +342,8 @@ def _problems(workload: Workload) -> list[str]:
         found.append(f"lengths.answers: no answer may exceed the token budget of {workload.cap}; raise lengths.cap")
     if job.strategy in ("oversample", "partial_sync") and job.oversample <= 1:
         found.append("job.oversample: must be above 1; to generate no surplus, use job.strategy `periodic` or `sync`")
+    elif not workload.num_instances:
+        found.append(f"fleet.rollout_devices: {fleet.rollout_devices} devices are less than one instance has")
     elif workload.rules.in_flight is None and workload.num_instances < workload.rules.max_staleness + 1:
         found.append(
             f"fleet.rollout_devices: {workload.num_instances} instances cannot hold the "

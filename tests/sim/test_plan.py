@@ -57,6 +57,12 @@ def test_it_says_why_nothing_is_possible() -> None:
         found(small(), staleness=[12])
 
 
+@pytest.mark.parametrize("strategy", ["partial", "partial_bounded"])
+def test_a_plan_has_a_server_also_if_one_would_be_enough(strategy: str) -> None:
+    [best] = found(small().with_changes(job={"strategy": strategy}), most=1)
+    assert best.workload.num_instances >= 1
+
+
 def test_a_large_fleet_has_no_more_splits_than_a_small_one() -> None:
     for devices in (13, 100, 1_000_000):
         splits, _ = splits_of(small(devices=devices), origin="test")
