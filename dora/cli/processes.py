@@ -26,6 +26,9 @@ def serve(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="Number of torch threads.")] = 1,
+    min_step_ms: Annotated[
+        float, typer.Option(min=0.0, help="Least duration of a decoding step in ms; 0: as fast as the device allows.")
+    ] = 0.0,
     weight_version: Annotated[str, typer.Option(help="Label of the initial weights.")] = "default",
     incremental_streaming_output: Annotated[
         bool, typer.Option("--incremental-streaming-output", help="Stream only the new tokens in each chunk.")
@@ -51,6 +54,7 @@ def serve(
         device=device,
         dtype=dtype,
         threads=threads,
+        min_step_ms=min_step_ms,
         weight_version=weight_version,
         incremental_streaming_output=incremental_streaming_output,
         skip_tokenizer_init=skip_tokenizer_init,

@@ -149,6 +149,10 @@ class EngineConfig(Section):
     """Device of the managed instances."""
     threads: Positive = 1
     """Number of torch threads of a managed instance."""
+    min_step_ms: Annotated[float, Field(ge=0.0)] = 0.0
+    """Least duration of a decoding step of an embedded engine, in ms. An engine that is faster waits without using the
+    CPU, so that a laptop shows the waiting times of servers with GPUs, whose steps take about 10 ms. Answers are the
+    same. 0: as fast as the device allows."""
     start_timeout_s: Seconds = 120.0
     """Time in which a managed instance must become ready."""
     push_timeout_s: Seconds = 60.0

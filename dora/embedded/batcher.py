@@ -8,6 +8,11 @@ the rows' tokens and never above `kv_tokens`.
 A burst ends when a request has finished, when a handler asks for it, or when tokens are due for publication. An idle
 server publishes its first token at once. A busy one sends at most about 500 chunks per second in all, because a chunk
 costs as much as several tokens of a small model.
+
+With `min_step_s` a step begins at least that long after the one before, or after the work of an idle server has come,
+as on a GPU whose steps take that long. The decoder thread waits before it computes, so that a wait may end at any time:
+no token is made yet. Requests and orders that come meanwhile are handled at once, and the step still begins when it is
+due.
 """
 
 from __future__ import annotations
@@ -81,17 +86,19 @@ def waves(generations: Sequence[Generation]) -> list[list[Generation]]:
 
 
 class Batcher(Scheduler):
-    def __init__(self, decoder: Decoder, **options: Any) -> None:
+    def __init__(self, decoder: Decoder, *, min_step_s: float = 0.0, **options: Any) -> None:
         """`options` are those of `Scheduler`."""
         super().__init__(decoder, **options)
         self.decoder = decoder
+        self._min_step_s = min_step_s
+        self._step_at = 0.0  # monotonic; no step begins before
         self._published_at = 0.0
         self._admissions = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decoder")
 
     def close(self) -> None:
         """End the decoder thread after the current burst, if any."""
-        self._floor_wanted = True
+        self._floor_wanted.set()
         self._thread.shutdown()
 
     def hold(self, *, retract: bool) -> None:
@@ -112,7 +119,7 @@ class Batcher(Scheduler):
 
     async def _turn(self) -> bool:
         """Run orders, aborts and one burst, and publish; return whether the model has more to do."""
-        self._floor_wanted = False
+        self._floor_wanted.clear()
         await self._run_orders()
         self._apply_aborts()
         if not self.holding and (self.rows or self.waiting):
@@ -153,12 +160,24 @@ class Batcher(Scheduler):
     # --- a burst, on the decoder thread
 
     def _burst(self) -> None:
+        if not self.rows:
+            self._step_at = time.monotonic() + self._min_step_s
         self._admit()
-        while self.rows:
+        while self.rows and self._step_is_due():
             self._step()
             self._output_at = time.monotonic()
-            if self._finished or self._floor_wanted or self._output_at >= self._due_at():
+            if self._finished or self._floor_wanted.is_set() or self._output_at >= self._due_at():
                 return
+
+    def _step_is_due(self) -> bool:
+        """Wait until the next step may begin; return False if before that the burst is to end."""
+        if not self._min_step_s:
+            return True
+        left = self._step_at - time.monotonic()
+        if left > 0 and (self._finished or self._floor_wanted.wait(left)):
+            return False
+        self._step_at = time.monotonic() + self._min_step_s
+        return True
 
     def _admit(self) -> None:
         joining: list[Generation] = []

@@ -9,6 +9,7 @@ through `between_steps`.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -66,7 +67,7 @@ class Scheduler(ABC):
         self._orders: deque[tuple[Callable[[], object], bool, asyncio.Future[object]]] = deque()
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()  # set whenever the last live request ends
-        self._floor_wanted = False  # ends the burst in progress
+        self._floor_wanted = threading.Event()  # ends the burst in progress
 
     # --- called from the event loop, at any time
 
@@ -129,7 +130,7 @@ class Scheduler(ABC):
         return await future  # type: ignore[return-value]  # the loop sets what `order` returned
 
     def _want_floor(self) -> None:
-        self._floor_wanted = True
+        self._floor_wanted.set()
         self._wake.set()
 
     @abstractmethod

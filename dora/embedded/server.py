@@ -49,6 +49,7 @@ class ServeOptions:
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = 1
+    min_step_ms: float = 0.0  # least duration of a decoding step; 0: none
     weight_version: str = "default"
     incremental_streaming_output: bool = False
     skip_tokenizer_init: bool = False
@@ -101,6 +102,7 @@ def running(
         kv_tokens=options.kv_tokens,
         weight_version=options.weight_version,
         max_queued_requests=options.max_queued_requests,
+        min_step_s=options.min_step_ms / 1_000,
     )
     return listening(options, batcher, tokenizer)
 

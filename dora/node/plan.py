@@ -98,6 +98,7 @@ def _engine(
         "dtype": config.trainer.publish_dtype,  # decode in the dtype that is published
         "device": engine.device,
         "threads": engine.threads,
+        "min_step_ms": engine.min_step_ms or None,
         "nodes": part.nodes if part is not None else None,
         "node_rank": part.node_rank if part is not None else None,
         "master": part.master if part is not None else None,

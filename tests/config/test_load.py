@@ -244,6 +244,11 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
             "engine.gpus: 2 listed, but 4 instances of engine.tensor_parallel = 1 need 4",
         ),
         (["engine.tensor_parallel=2"], "engine.tensor_parallel: the embedded engine uses one GPU"),
+        (
+            ["engine.kind=sglang", "engine.min_step_ms=10"],
+            "engine.min_step_ms: only the embedded engine has it; set it to 0, or engine.kind to embedded",
+        ),
+        (['engine.command=["serve"]', "engine.min_step_ms=10"], "engine.min_step_ms: only the embedded engine has it"),
         (["trainer.optimizer=muon", "trainer.optimizer_state=8bit"], "trainer.optimizer_state: 8bit is for adamw"),
         (
             ["trainer.optimizer_state=8bit", "trainer.betas=[0.9, 0.81]"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ class CountingDecoder:
         self.unlimited = True
         self.logprob = -1.0
         self.loaded: list[Path] = []
+        self.began: list[float] = []  # monotonic, of each step
 
     def join(self, joiners: Sequence[Joiner]) -> list[Joined]:
         self.joins.append(list(joiners))
@@ -42,6 +44,7 @@ class CountingDecoder:
     def step(self) -> tuple[list[int], list[float]]:
         if not self.unlimited:
             assert self.steps.acquire(timeout=WAIT_S), "the test handed out no step"
+        self.began.append(time.monotonic())
         tokens, self.rows = self.rows, [tokens + 1 for tokens in self.rows]
         return tokens, [self.logprob] * len(tokens)
 
@@ -312,6 +315,46 @@ async def test_only_a_held_server_flushes_over_its_queue() -> None:
         assert await it.batcher.between_steps(lambda: flush(it))
         await it.batcher.between_steps(it.batcher.release)
         await it.ended(two)
+
+
+async def test_with_a_least_duration_as_many_steps_take_at_least_as_many_times_that_long() -> None:
+    async with rig(min_step_s=0.02) as it:
+        for rid in ("from idle", "from idle again"):
+            submitted_at, before = time.monotonic(), len(it.decoder.began)
+            one = it.submit(rid, max_new_tokens=5)
+            await it.ended(one)
+            assert len(it.decoder.began) - before == 5
+            assert it.decoder.began[-1] - submitted_at >= 5 * 0.02
+            assert one.output_ids == [4, 5, 6, 7, 8]
+
+
+async def test_requests_that_join_do_not_shorten_the_steps() -> None:
+    async with rig(min_step_s=0.02, slots=20) as it:
+        submitted_at = time.monotonic()
+        generations = [it.submit("0", max_new_tokens=6)]
+        while not generations[0].done:  # each submission ends the wait
+            if len(generations) < 20:
+                generations.append(it.submit(str(len(generations)), max_new_tokens=1))
+            await generations[-1].next_news()
+        await it.ended(*generations)
+        assert it.decoder.began[-1] - submitted_at >= len(it.decoder.began) * 0.02
+
+
+async def test_aborts_and_orders_do_not_wait_for_the_step() -> None:
+    async with rig(min_step_s=1_000.0) as it:
+        first, second = it.submit("a"), it.submit("b")
+        rows = [await it.batcher.between_steps(lambda: [*it.batcher.rows]) for _ in range(2)]
+        assert rows[-1] == [first, second]  # admitted between the two orders
+        it.batcher.abort("a")
+        await it.ended(first)
+        assert (first.finish_reason, first.output_ids) == (ABORTED, [])
+        await it.batcher.between_steps(lambda: it.batcher.hold(retract=True))
+        assert list(it.batcher.waiting) == [second]
+        await it.batcher.between_steps(it.batcher.release)
+        it.batcher.abort("b")
+        await it.ended(second)
+        assert await it.batcher.between_steps(it.batcher.flush)
+        assert it.decoder.began == []
 
 
 def generation(rid: str, prompt: list[int], *, namespace: str = "") -> Generation:

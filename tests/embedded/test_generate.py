@@ -46,6 +46,16 @@ async def test_an_answer_has_the_keys_of_a_captured_one(served: Served) -> None:
     assert meta["output_token_logprobs_length"] == 3
 
 
+async def test_a_least_duration_of_steps_changes_no_token(serving: Serving) -> None:
+    sampling = {"max_new_tokens": 12, "ignore_eos": True, "sampling_seed": 3}
+    answers = []
+    for min_step_ms in (0.0, 5.0):
+        async with serving(min_step_ms=min_step_ms) as served:
+            calls = (served.generate([5, 6, 7, first], sampling=sampling) for first in range(8, 12))
+            answers.append([answer["output_ids"] for answer in await asyncio.gather(*calls)])
+    assert answers[0] == answers[1]
+
+
 async def test_a_repeated_prompt_is_cached_except_for_its_last_token(served: Served) -> None:
     await served.generate([5, 6, 7, 8])
     again = await served.generate([5, 6, 7, 8])

@@ -183,6 +183,11 @@ def test_an_interface_is_found_from_an_address_or_a_name():
     assert interface_of("192.0.2.1") == ""
 
 
+def test_an_embedded_engine_is_told_the_least_duration_of_its_steps():
+    assert engines("engine.min_step_ms=10")[0].argv[-2:] == ("--min-step-ms", "10.0")
+    assert "--min-step-ms" not in engines()[0].argv
+
+
 def test_no_secret_is_on_a_command_line():
     for plan in [*engines(), *engines("engine.kind=sglang"), trainer()]:
         assert "sesame" not in " ".join(plan.argv)

@@ -11,6 +11,7 @@ EMBEDDED: Final = (
     *(sys.executable, "-m", "dora", "serve", *_TOKENS_ONCE),
     *("--model", "{model}", "--host", "{host}", "--port", "{port}", "--slots", "{slots}"),
     *("--kv-tokens", "{kv_tokens}", "--device", "{device}", "--dtype", "{dtype}", "--threads", "{threads}"),
+    *("--min-step-ms", "{min_step_ms}"),
 )
 SGLANG: Final = (
     *(sys.executable, "-m", "dora.engine.sglang.serve", *_TOKENS_ONCE),
