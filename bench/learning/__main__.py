@@ -2,7 +2,7 @@
 
     python bench/learning sweep [--processes N]
     python bench/learning fleets [--fleets tail-bound ...] [--processes N]
-    python bench/learning live [--seeds 3]
+    python bench/learning live [--seeds 5]
     python bench/learning render
 
 `sweep` runs the cells of the lag harness (bench/learning/harness.py), `fleets` learning in simulated time
@@ -23,7 +23,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "bench")])  # 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from dora.errors import ConfigError  # noqa: E402
-from learning import document, fleets  # noqa: E402
+from learning import cells, document, fleets  # noqa: E402
 from learning.live import live  # noqa: E402
 from learning.sweep import sweep  # noqa: E402
 
@@ -37,7 +37,7 @@ def main() -> None:
     of_fleets.add_argument("--fleets", nargs="+", choices=fleets.FLEETS, default=[*fleets.FLEETS])
     of_fleets.add_argument("--processes", type=int, default=os.cpu_count())
     of_live = commands.add_parser("live", help="whole runs; nothing else may run meanwhile")
-    of_live.add_argument("--seeds", type=int, default=3)
+    of_live.add_argument("--seeds", type=int, default=cells.SEEDS)
     commands.add_parser("render", help="write docs/LEARNING.md")
     options = parser.parse_args()
     try:

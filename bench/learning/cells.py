@@ -1,14 +1,14 @@
 """The cells of the sweep and of the live runs, and their results, one JSON line each.
 
-A cell is one run of the lag harness or one live run. Its settings are those of its task's file in launch/configs and
-the overrides given here. Invariant: a file of results has at most one line for each cell, and only of the profile (the
-digest of these files) with which it was begun.
+A cell is one run of the lag harness or one live run. Its settings are those of a file in launch/configs (that of its
+task, or that of live runs) and the overrides given here. Invariant: a file of results has at most one line for each
+cell, and only of the profile (the digest of these files) with which it was begun.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Final, Literal, TypeVar
@@ -27,6 +27,8 @@ LIVE: Final = RESULTS / "live.jsonl"
 Task = Literal["sums", "tail"]
 #: Name -> configuration: sums of 10 to 24 numbers, and sums of 2 to 52, whose answers differ thirtyfold in length.
 TASKS: Final[dict[Task, Path]] = {"sums": CONFIGS / "learning-cpu.toml", "tail": CONFIGS / "learning-tail.toml"}
+#: The configuration of live runs.
+LIVE_CONFIG: Final = CONFIGS / "learning-live.toml"
 #: Name -> overrides of `[objective]`. Bands and caps are the defaults; see docs/CONFIG.md.
 CORRECTIONS: Final[dict[str, tuple[str, ...]]] = {
     "none": ("weight=none",),
@@ -99,19 +101,17 @@ class LiveCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def overrides(self) -> list[str]:
-        """Settings beside those of the profile."""
-        instances = max(4, self.staleness + 1)  # `dora` needs K + 1
-        bound = [f"rollout.max_staleness={self.staleness}", f"engine.instances={instances}"]
-        bound = bound if self.strategy == "dora" else []
-        return [f"run.seed={self.seed}", f"rollout.strategy={self.strategy}", "objective.preset=grpo", *bound]
+        """Settings beside those of the file."""
+        bound = [f"rollout.max_staleness={self.staleness}"] if self.strategy == "dora" else []
+        return [f"run.seed={self.seed}", f"rollout.strategy={self.strategy}", *bound]
 
 
 class LiveResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one live run showed; seconds count from the end of step 0."""
+    """What one live run showed; seconds count from when its ranks were ready."""
 
     cell: LiveCell
     heldout: list[tuple[int, float]]  # (version, mean reward)
-    published: list[float]  # seconds at which version 0, 1, ... was trained; 0 for both of these
+    published: list[float]  # seconds at which version 0, 1, ... was trained; 0 for version 0
     staleness: list[float]  # mean of every step
     profile: str
     commit: str
@@ -218,13 +218,23 @@ def second_round(results: Sequence[Result]) -> Iterator[Cell]:
 
 def live_cells(seeds: int) -> list[LiveCell]:
     """The strategies whose learning is compared per second as well."""
-    kinds = [("sync", 0), ("dora", 2), ("dora", 8), ("periodic", 0), ("partial", 0)]
+    kinds = [("sync", 0), ("periodic", 0), ("dora", 1), ("dora", 3)]
     return [LiveCell(strategy, staleness, seed) for seed in range(seeds) for strategy, staleness in kinds]
 
 
 def profile() -> str:
-    """Return a digest of the settings that the files of both tasks give, whatever their comments and descriptions."""
-    given = [read_toml(path) for path in TASKS.values()]
+    """Return the profile of the sweep."""
+    return _digest(TASKS.values())
+
+
+def live_profile() -> str:
+    """Return the profile of live runs."""
+    return _digest([LIVE_CONFIG])
+
+
+def _digest(paths: Iterable[Path]) -> str:
+    """Return a digest of the settings that files give, whatever their comments and descriptions."""
+    given = [read_toml(path) for path in paths]
     for one in given:
         for source in one["task"]["sources"]:
             source.pop("description", None)

@@ -1,4 +1,4 @@
-"""Live runs: `dora run` with the same settings as the harness, one after the other, read from their run folders."""
+"""Live runs: `dora run` with each strategy, one after the other, read from their run folders; resumable."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from learning import cells
 from learning.cells import LiveCell, LiveResult
 
 LIMIT_S = 900.0  # of one run
+STARTING = ("start", "waiting:start")  # activities of a rank before training begins
 
 
 def live(*, seeds: int) -> bool:
     """Run what is missing; return whether every cell has a result."""
     earlier = cells.read(cells.LIVE, LiveResult)
-    profile = cells.profile()
+    profile = cells.live_profile()
     if any(result.profile != profile for result in earlier):
-        raise ConfigError(f"{cells.LIVE}: made with other settings than {cells.PROFILE}; move the file away")
+        raise ConfigError(f"{cells.LIVE}: made with other settings than {cells.LIVE_CONFIG}; move the file away")
     known = {result.cell for result in earlier}
     ended_well = True
     for cell in [cell for cell in cells.live_cells(seeds) if cell not in known]:
@@ -34,7 +35,9 @@ def live(*, seeds: int) -> bool:
             continue
         result = from_rows(cell, rows, profile=profile)
         cells.append(cells.LIVE, result)
-        print(f"{cell.strategy}, K = {cell.staleness}, seed {cell.seed}: {result.heldout[-1]}", flush=True)
+        seconds, reward = result.published[-1], result.heldout[-1][1]
+        name = f"{cell.strategy}, K = {cell.staleness}, seed {cell.seed}"
+        print(f"{name}: {seconds:.0f} s, held-out reward {reward:.3f}", flush=True)
     return ended_well
 
 
@@ -42,7 +45,7 @@ def _run(cell: LiveCell) -> list[dict[str, Any]] | None:
     """Return the rows of metrics.jsonl; None if the run failed."""
     with tempfile.TemporaryDirectory() as parent:
         overrides = [f"run.folder={parent}", "status.port=0", *cell.overrides]
-        command = [sys.executable, "-m", "dora", "run", str(cells.PROFILE)]
+        command = [sys.executable, "-m", "dora", "run", str(cells.LIVE_CONFIG)]
         command += [part for override in overrides for part in ("--set", override)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
@@ -57,11 +60,12 @@ def _run(cell: LiveCell) -> list[dict[str, Any]] | None:
 
 
 def from_rows(cell: LiveCell, rows: Sequence[dict[str, Any]], *, profile: str) -> LiveResult:
-    """Return what the rows of a run's metrics.jsonl say. Seconds count from the end of step 0, which every strategy
-    begins alike, because the start of processes is part of that step's duration."""
+    """Return what the rows of a run's metrics.jsonl say. Step 0 begins with the run, but seconds count from when the
+    rank was ready: what it has done and waited for since then ends with that step."""
     steps = sorted((row for row in rows if row["kind"] == "step"), key=lambda row: row["step"])
     scores = {row["version"]: row["mean"] for row in rows if row["kind"] == "evaluation"}
-    began = steps[0]["at"]
+    since = sum(s for activity, s in steps[0]["rank_s"].items() if activity not in STARTING)  # of one rank
+    began = steps[0]["at"] - since
     return LiveResult(
         cell,
         heldout=sorted(scores.items()),

@@ -61,7 +61,7 @@ def live_table(live: Sequence[LiveResult]) -> str:
     )
     body = []
     for name, runs in named.items():
-        step_s = fmean(run.published[-1] / (len(run.staleness) - 1) for run in runs.values())
+        step_s = fmean(run.published[-1] / len(run.staleness) for run in runs.values())
         row: list[object] = [
             name,
             len(runs),
@@ -95,7 +95,7 @@ def picture(live: Sequence[LiveResult]) -> str:
     end = max(line[-1][0] for of_name in lines.values() for line in of_name)
     frame = svg.Frame(0.0, end, 1.1 * max(y for of_name in lines.values() for line in of_name for _, y in line))
     marked = [(x, f"{x:g}") for x in svg.ticks(0.0, end)]
-    shapes = frame.axes(x_ticks=marked, x_label="seconds from the end of step 0", y_label="held-out reward")
+    shapes = frame.axes(x_ticks=marked, x_label="seconds of training", y_label="held-out reward")
     for number, of_name in enumerate(lines.values()):
         for points in of_name:
             shapes += frame.curve(points, stroke=svg.color(number), is_marked=False)

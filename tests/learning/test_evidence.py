@@ -14,6 +14,8 @@ from learning.fleets import FleetCell, FleetCurve, PlanFound, Setting
 from learning.live import from_rows
 from learning.stats import crossing, interval, paired, paired_ratio, smoothed
 
+from dora.config.load import load
+
 
 def result(cell: Cell, area: float) -> Result:
     return Result(cell, [(0, 0.2), (4, area)], area, {}, 1.0, profile="p", commit="c", machine="m")
@@ -52,6 +54,7 @@ def test_the_document_and_its_pictures_are_those_of_the_results() -> None:
 def test_the_results_are_of_the_shipped_configurations() -> None:
     found = document.measured()
     assert {one.profile for one in found.sweep} <= {cells.profile()}
+    assert {one.profile for one in found.live} <= {cells.live_profile()}
     for rows in (found.sweep, found.curves, found.live):
         assert len({one.cell for one in rows}) == len(rows)
     assert {curve.cell for curve in found.curves} <= {*fleets.curve_cells()}
@@ -142,9 +145,9 @@ def test_the_best_learning_rate_is_that_with_the_largest_area() -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("task", cells.TASKS)
-def test_the_configurations_pass_their_check(task: cells.Task) -> None:
-    command = [sys.executable, "-m", "dora", "check", str(cells.TASKS[task]), "--set", "status.port=0"]
+@pytest.mark.parametrize("path", [*cells.TASKS.values(), cells.LIVE_CONFIG], ids=lambda path: path.name)
+def test_the_configurations_pass_their_check(path: Path) -> None:
+    command = [sys.executable, "-m", "dora", "check", str(path), "--set", "status.port=0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "server and trainer agree" in done.stdout
@@ -174,10 +177,22 @@ def test_every_curve_has_a_plan_to_be_made_of() -> None:
         assert fleets.base(fleet, strategy, k).rules.max_staleness <= max(k, 1)
 
 
-def test_a_live_run_counts_seconds_from_the_end_of_step_0() -> None:
+def test_every_live_run_is_a_valid_configuration_with_the_same_servers() -> None:
+    planned = cells.live_cells(cells.SEEDS)
+    configs = {cell: load(cells.LIVE_CONFIG, cell.overrides, environ={}) for cell in planned}
+    assert len(configs) == 4 * cells.SEEDS
+    assert {config.num_managed for config in configs.values()} == {4}
+    found = {(config.rollout.strategy, config.rules.max_staleness) for config in configs.values()}
+    assert found == {("sync", 0), ("periodic", 0), ("dora", 1), ("dora", 3)}
+
+
+def test_a_live_run_counts_seconds_from_when_its_rank_was_ready() -> None:
     steps = [{"kind": "step", "step": s, "at": 70.0 + 2 * s, "staleness_mean": float(s > 0)} for s in range(3)]
+    steps[0]["rank_s"] = {"start": 64.0, "waiting:start": 1.0, "waiting:tail": 3.0, "forward_backward": 2.0}
     scores = [{"kind": "evaluation", "version": v, "mean": 0.2 + 0.2 * v, "at": 0.0} for v in (0, 3)]
     run = from_rows(
         LiveCell("dora", 2, 0), [*scores, *steps, {"kind": "evaluation_skipped", "version": 2}], profile="p"
     )
-    assert run.published == [0.0, 0.0, 2.0, 4.0]
+    assert run.published == [0.0, 5.0, 7.0, 9.0]
+    assert run.heldout == [(0, 0.2), (3, pytest.approx(0.8))]
+    assert run.staleness == [0.0, 1.0, 1.0]
