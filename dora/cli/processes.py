@@ -27,7 +27,10 @@ def serve(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="Number of torch threads.")] = 1,
     min_step_ms: Annotated[
-        float, typer.Option(min=0.0, help="Least duration of a decoding step in ms; 0: as fast as the device allows.")
+        float,
+        typer.Option(
+            min=0.0, max=10_000.0, help="Least duration of a decoding step in ms; 0: as fast as the device allows."
+        ),
     ] = 0.0,
     weight_version: Annotated[str, typer.Option(help="Label of the initial weights.")] = "default",
     incremental_streaming_output: Annotated[

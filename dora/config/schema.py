@@ -149,7 +149,7 @@ class EngineConfig(Section):
     """Device of the managed instances."""
     threads: Positive = 1
     """Number of torch threads of a managed instance."""
-    min_step_ms: Annotated[float, Field(ge=0.0)] = 0.0
+    min_step_ms: Annotated[float, Field(ge=0.0, le=10_000.0)] = 0.0
     """Least duration of a decoding step of an embedded engine, in ms. An engine that is faster waits without using the
     CPU, so that a laptop shows the waiting times of servers with GPUs, whose steps take about 10 ms. Answers are the
     same. 0: as fast as the device allows."""
