@@ -54,8 +54,10 @@ ON_POLICY: Final = {"gspo": "grpo", "cispo": "dapo", "dppo": "dapo"}
 TUNING_SEED: Final = 100
 UPDATES: Final = (1, 4)  # M
 SEEDS: Final = 5
-#: Kinds that the second round repeats with all seeds.
+#: Pairs that the second round repeats with all seeds; the default is always one of them.
 BEST: Final = 6
+#: Objective and correction that are used without `[objective]`.
+DEFAULT: Final = ("dapo", "tis")
 
 
 class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -203,13 +205,19 @@ def ranked(results: Sequence[Result]) -> list[tuple[str, str]]:
     return sorted(scores, key=lambda kind: -scores[kind])
 
 
+def repeated(results: Sequence[Result]) -> list[tuple[str, str]]:
+    """Return the pairs of the second round."""
+    best = [kind for kind in ranked(results) if kind != DEFAULT]
+    return [DEFAULT, *best[: BEST - 1]]
+
+
 def second_round(results: Sequence[Result]) -> Iterator[Cell]:
     """The best pairs, without staleness and with K = 2 and 4, with all seeds."""
     best = rates(results)
     for seed in range(SEEDS):
         for updates in UPDATES:
             for task in TASKS:
-                for objective, correction in ranked(results)[:BEST]:
+                for objective, correction in repeated(results):
                     rate = best[task, objective, updates]
                     yield on_policy(task, objective, updates, rate, seed)
                     for staleness in (2, 4) if updates == 1 else (4,):

@@ -99,7 +99,7 @@ LIVE: Final = """## The same with processes and a clock
 
 `python bench/learning live`: whole runs of `launch/configs/learning-live.toml` on two CPU cores, with four embedded
 servers whose decoding steps take at least 10 ms, as those of a server with a GPU do. Without that floor two busy
-cores leave nothing to overlap. Seconds count from the end of step 0.
+cores leave nothing to overlap. Seconds count from when the rank is ready.
 """
 
 METHOD: Final = """## How this was measured, and what it cannot show
@@ -162,7 +162,7 @@ def _in_short(found: Results) -> str:
     lines = []
     if gains:
         lines.append(f"- **Gain**: `dora` with K = 3 goes 90 % of the way of `sync`: {'; '.join(gains)}.")
-    losses = sweep_tables.losses_of(found.sweep, sweep_tables.DEFAULT)
+    losses = sweep_tables.losses_of(found.sweep, cells.DEFAULT)
     said = f"shows a loss in {'; '.join(losses)}" if losses else "shows no loss with K = 2 or K = 4"
     if any(cell.staleness == 2 for cell in sweep_tables.areas_of(found.sweep)):
         lines.append(

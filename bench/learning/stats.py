@@ -66,8 +66,8 @@ def paired_ratio(left: Mapping[int, float], right: Mapping[int, float]) -> Inter
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Return the mean of each value and its neighbours."""
-    return [fmean(values[max(0, i - 1) : i + 2]) for i in range(len(values))]
+    """Return the first value, then the mean of each one and its neighbours."""
+    return [*values[:1], *(fmean(values[i - 1 : i + 2]) for i in range(1, len(values)))]
 
 
 def crossing(points: Sequence[tuple[float, float]], level: float) -> float:

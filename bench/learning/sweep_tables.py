@@ -11,8 +11,6 @@ from learning.cells import OBJECTIVES, TASKS, UPDATES, Cell, Result, Task
 from learning.stats import Interval, paired
 from learning.text import bold, table
 
-#: Objective and correction that are used without `[objective]`.
-DEFAULT: Final = ("dapo", "tis")
 #: K of the second round, by M.
 STALENESS: Final = {1: (2, 4), 4: (4,)}
 
@@ -72,7 +70,7 @@ def difference(
 def second_table(results: Sequence[Result], *, updates: int) -> str:
     """Return the second round: how much staleness changes the area, with all seeds."""
     body = []
-    for kind in cells.ranked(results)[: cells.BEST]:
+    for kind in cells.repeated(results):
         row: list[object] = [*kind]
         for task in TASKS:
             row.append(f"{difference(results, kind, task, updates, STALENESS[updates][0])[0]:.3f}")
