@@ -196,6 +196,7 @@ def configuration(cell: FleetCell, calibration: Calibration, found: PlanFound) -
 def base(fleet: str, strategy: str, k: int) -> Workload:
     """Return the job of a fleet under a strategy; as in a run, groups without different rewards are filtered."""
     changes = {"strategy": strategy, "max_staleness": k, "steps": STEPS, "filter_zero_variance": True}
+    changes["max_top_up"] = 100.0  # late groups are mostly right as a whole
     return load(WORKLOADS / f"{fleet}.toml").with_changes(job=changes)
 
 

@@ -37,6 +37,8 @@ from dora.transport.trainer_end import TrainerEnd
 from dora.weights.checkpoints import checkpoints_in, keep_only
 
 Weights = dict[str, Tensor]
+#: Why something is missing: it comes before a saved step, so the answers that led to it were on the disk.
+_LOST: Final = "although later ones were: answers that were saved are lost; delete the simulation's folder"
 #: Folder with the versions of a saved learner.
 VERSIONS: Final = "versions"
 
@@ -65,6 +67,8 @@ class VersionsInMemory:
         self._kept[version] = {name: tensor.clone() for name, tensor in gather(self._policy).items()}
 
     def __getitem__(self, version: int) -> Weights:
+        if version not in self._kept:
+            raise ConfigError(f"version {version}: its weights were not saved, {_LOST}")
         return self._kept[version]
 
     def forget_before(self, version: int) -> None:
@@ -183,6 +187,8 @@ class Learner:
     @property
     def metrics(self) -> dict[str, float]:
         """The trainer's metrics of the last step."""
+        if not self._reports.metrics:
+            raise ConfigError(f"step {self._trained - 1}: its metrics were not saved, {_LOST}")
         return self._reports.metrics
 
 

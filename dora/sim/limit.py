@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,9 +25,6 @@ from dora.sim.answers import SimulatedGroup
 from dora.sim.portable import Floats
 from dora.sim.server import SimulatedServer
 from dora.sim.workload import Workload
-
-#: Groups of a block, filtered ones included, in units of N: no step tops up with more (`Settings.max_top_up`).
-_MOST_ASKED: Final = 11
 
 
 class Limit(msgspec.Struct, frozen=True):
@@ -176,11 +173,12 @@ def _blocks(workload: Workload, *, seed: int) -> Iterator[tuple[list[SimulatedGr
     N groups that would complete first if each had the fleet to itself."""
     n, rules = workload.job.groups_per_step, workload.rules
     num_asked = math.ceil(rules.oversample * n) if rules.discards else n
+    most = (1 + workload.job.max_top_up) * num_asked  # a step tops up with no more
     answers, number = workload.answers(seed=seed), 0
     while True:
         kept: list[SimulatedGroup] = []
         filtered: list[SimulatedGroup] = []
-        while len(kept) < num_asked and len(kept) + len(filtered) < _MOST_ASKED * num_asked:
+        while len(kept) < num_asked and len(kept) + len(filtered) < most:
             group = answers.group(number)
             is_filtered = workload.job.filter_zero_variance and len(set(group.rewards)) == 1
             (filtered if is_filtered else kept).append(group)

@@ -225,6 +225,7 @@ def _workload(record: RecordedRun) -> Workload:
             groups_per_step=settings.groups_per_step,
             group_size=size,
             filter_zero_variance=settings.filter_zero_variance,
+            max_top_up=settings.max_top_up,
             orchestration=settings.orchestration,
         ),
         lengths=LengthModel(

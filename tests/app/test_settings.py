@@ -17,6 +17,7 @@ CHANGED = (
     "rollout.groups_per_step=5",
     "rollout.group_size=3",
     "rollout.filter_zero_variance=false",
+    "rollout.max_top_up=7",
     "trainer.micro_batch_tokens=999",
     "trainer.ranks=4",
     "trainer.parallel.context=2",
@@ -46,7 +47,7 @@ def test_the_rollout_section_of_a_job_is_that_of_its_config() -> None:
     rollout = config(*CHANGED).rollout
     there = rollout_section(workload_of(config(*CHANGED)).job)
     assert there == {name: getattr(rollout, name) for name in there}
-    assert len(there) == 6
+    assert len(there) == 7
 
 
 def test_the_ranks_receive_the_trainer_section() -> None:

@@ -221,6 +221,18 @@ def test_versions_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         learn(fitted, config, seed=0, show=str, folder=tmp_path)
 
 
+@pytest.mark.deep
+def test_answers_that_are_lost_are_named(tmp_path: Path) -> None:
+    config, fitted = prepared(workload(k=1, steps=SAVE_EVERY + 1))
+    learn(fitted, config, seed=0, show=str, folder=tmp_path)
+    sizes = [(tmp_path / "made").stat().st_size // part for part in (4, 3, 2)]
+    for size in sizes[::-1]:
+        with (tmp_path / "made").open("r+b") as file:
+            file.truncate(size)
+        with pytest.raises(ConfigError, match=r"not saved, although later ones were.*delete the simulation's folder"):
+            learn(fitted, config, seed=0, show=str, folder=tmp_path)
+
+
 def test_weights_that_are_older_than_their_tag_teach_something_else() -> None:
     config, fitted = prepared(workload(k=1, steps=4))
     plain, behind = (learn(fitted, config, seed=0, show=str, behind=n) for n in (0, 2))
