@@ -187,7 +187,7 @@ def first_round(results: Sequence[Result]) -> list[Cell]:
 
 def ranked(results: Sequence[Result]) -> list[tuple[str, str]]:
     """Return the pairs by their area with K = 4 in the first round, over that of the best pair: the mean of both tasks
-    and both M."""
+    and both M, as far as they were run."""
     areas = {
         (cell.objective, cell.correction, cell.task, cell.updates): result.area
         for result in results
@@ -198,10 +198,10 @@ def ranked(results: Sequence[Result]) -> list[tuple[str, str]]:
         for task in TASKS
         for updates in UPDATES
     }
-    scores = {
-        kind: fmean(areas.get((*kind, task, updates), 0.0) / best for (task, updates), best in most.items())
-        for kind in kinds()
-    }
+    scores: dict[tuple[str, str], float] = {}
+    for kind in kinds():
+        found = [areas[*kind, *where] / best for where, best in most.items() if (*kind, *where) in areas]
+        scores[kind] = fmean(found) if found else 0.0
     return sorted(scores, key=lambda kind: -scores[kind])
 
 

@@ -90,7 +90,7 @@ core nor the trainer sees it. `oversample` discards the slowest groups of each s
 SWEEP: Final = """### Objectives and corrections
 
 `python bench/learning sweep` runs the embedded engine and the trainer in one process (`bench/learning/harness.py`).
-Step s trains groups that were sampled under version max(s - K, 0): every group has the full age K, while most are
+Step s trains groups that were sampled under version max(s - K, 0): every group has the full staleness K, while most are
 younger in a run. Two tasks: `sums`, of 10 to 24 numbers (`launch/configs/learning-cpu.toml`, 24 steps), and `tail`,
 that of the fleets (30 steps). **Area** is the mean held-out reward of a run: the area under the curve over steps,
 divided by their number. M is the number of updates per version. A policy that samples no group with different rewards
@@ -104,8 +104,9 @@ which contains the effect of staleness, so they have no other weight. All bands 
 M. The figures are areas, and the chosen ones are bold. The factors are of the rate of the task's file.
 """
 
-FIRST: Final = """**First round**: all pairs with K = 4, one seed; the area, of that without staleness. Pairs are in
-the order of the second round: the mean over both tasks and both M of the area, over that of the best pair.
+FIRST: Final = """**First round**: all pairs with K = 4, one seed; the area, of that without staleness. The order of the
+pairs, which decides about the second round, is by the area over that of the best pair: the mean of both tasks and both
+M.
 """
 
 SECOND: Final = """**Second round**: the best pairs, all seeds; the area without staleness, and how much staleness
@@ -209,7 +210,7 @@ def _in_short(found: Results) -> str:
     said = f"shows a loss in {'; '.join(losses)}" if losses else "shows no loss with K = 2 or K = 4"
     if any(cell.staleness == 2 for cell in sweep_tables.areas_of(found.sweep)):
         lines.append(
-            f"- **Risk**: at constant age, with one update per version, the default objective {said} "
+            f"- **Risk**: at constant staleness, with one update per version, the default objective {said} "
             "([the sweep](#objectives-and-corrections))."
         )
     return "\n".join(lines) + "\n" if lines else ""

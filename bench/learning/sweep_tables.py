@@ -73,7 +73,8 @@ def second_table(results: Sequence[Result], *, updates: int) -> str:
     for kind in cells.repeated(results):
         row: list[object] = [*kind]
         for task in TASKS:
-            row.append(f"{difference(results, kind, task, updates, STALENESS[updates][0])[0]:.3f}")
+            fresh, _ = difference(results, kind, task, updates, STALENESS[updates][-1])
+            row.append(f"{fresh:.3f}" if fresh else "not run")
             for k in STALENESS[updates]:
                 _, found = difference(results, kind, task, updates, k)
                 row.append(bold(str(found), shown=found.is_shown) if found.count else "not run")
