@@ -2,13 +2,13 @@
 
 A cell is one run of the lag harness or one live run. Its settings are those of a file in launch/configs (that of its
 task, or that of live runs) and the overrides given here. Invariant: a file of results has at most one line for each
-cell, and only of the profile (the digest of these files) with which it was begun.
+cell, and only of the profile (the digest of its file) with which it was begun.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Final, Literal, TypeVar
@@ -25,7 +25,7 @@ SWEEP: Final = RESULTS / "sweep.jsonl"
 LIVE: Final = RESULTS / "live.jsonl"
 
 Task = Literal["sums", "tail"]
-#: Name -> configuration: sums of 10 to 24 numbers, and sums of 2 to 52, whose answers differ thirtyfold in length.
+#: Name -> configuration: sums of 10 to 24 numbers; sums of 2 to 52, whose answers differ thirtyfold in length.
 TASKS: Final[dict[Task, Path]] = {"sums": CONFIGS / "learning-cpu.toml", "tail": CONFIGS / "learning-tail.toml"}
 #: The configuration of live runs.
 LIVE_CONFIG: Final = CONFIGS / "learning-live.toml"
@@ -230,22 +230,11 @@ def live_cells(seeds: int) -> list[LiveCell]:
     return [LiveCell(strategy, staleness, seed) for seed in range(seeds) for strategy, staleness in kinds]
 
 
-def profile() -> str:
-    """Return the profile of the sweep."""
-    return _digest(TASKS.values())
-
-
-def live_profile() -> str:
-    """Return the profile of live runs."""
-    return _digest([LIVE_CONFIG])
-
-
-def _digest(paths: Iterable[Path]) -> str:
-    """Return a digest of the settings that files give, whatever their comments and descriptions."""
-    given = [read_toml(path) for path in paths]
-    for one in given:
-        for source in one["task"]["sources"]:
-            source.pop("description", None)
+def profile(path: Path) -> str:
+    """Return a digest of the settings that a file gives, whatever its comments and descriptions."""
+    given = read_toml(path)
+    for source in given["task"]["sources"]:
+        source.pop("description", None)
     return hashlib.blake2b(msgspec.json.encode(given, order="sorted"), digest_size=8).hexdigest()
 
 

@@ -58,8 +58,8 @@ Held-out reward over **simulated hours**. `python bench/learning fleets` simulat
 [SIMULATION.md](SIMULATION.md#learning-in-simulated-time) describes, with the decision core of a run: real time is not
 involved. But a real policy gives the answers, under the weights of the version with which the simulation tags them;
 its rewards decide which groups are filtered; and the trainer's own step makes each version from the very groups that
-the simulated step has. The task is `launch/configs/learning-tail.toml`: sums of 2 to 52 numbers, whose worked answers
-differ thirtyfold in length. `sync` goes half of its way in 15 to 25 of 60 steps.
+the simulated step has. The task is `launch/configs/learning-tail.toml`: sums of 2 to 52 numbers, a fifth of them of
+14 or more, whose worked answers differ thirtyfold in length. `sync` goes half of its way in 15 to 25 of 60 steps.
 
 **Each strategy has its own best plan** (width of servers, split, slots, micro-batch): what `dora plan` finds for the
 answers of a policy that `sync` trains. A real token stands for so many simulated ones that the trained policy has the
@@ -90,11 +90,11 @@ core nor the trainer sees it. `oversample` discards the slowest groups of each s
 SWEEP: Final = """### Objectives and corrections
 
 `python bench/learning sweep` runs the embedded engine and the trainer in one process (`bench/learning/harness.py`).
-Step s trains groups that were sampled under version max(s - K, 0): every group has the full staleness K, while most are
-younger in a run. Two tasks: `sums`, of 10 to 24 numbers (`launch/configs/learning-cpu.toml`, 24 steps), and `tail`,
-that of the fleets (30 steps). **Area** is the mean held-out reward of a run: the area under the curve over steps,
-divided by their number. M is the number of updates per version. A policy that samples no group with different rewards
-any more has collapsed; its score stands for all later versions.
+Step s trains groups that were sampled under version max(s - K, 0): every group has the full staleness K, while most
+are younger in a run. Two tasks: `sums`, of 10 to 24 numbers (`launch/configs/learning-cpu.toml`, 24 steps), and
+`tail`, that of the fleets (30 steps). **Area** is the mean held-out reward of a run: the area under the curve over
+steps, divided by their number. M is the number of updates per version. A policy that samples no group with different
+rewards any more has collapsed; its score stands for all later versions.
 
 `dapo` with `tis` is what a configuration without `[objective]` has. `gspo`, `cispo` and `dppo` are over k = π/μ,
 which contains the effect of staleness, so they have no other weight. All bands and caps are the defaults
@@ -104,9 +104,9 @@ which contains the effect of staleness, so they have no other weight. All bands 
 M. The figures are areas, and the chosen ones are bold. The factors are of the rate of the task's file.
 """
 
-FIRST: Final = """**First round**: all pairs with K = 4, one seed; the area, of that without staleness. The order of the
-pairs, which decides about the second round, is by the area over that of the best pair: the mean of both tasks and both
-M.
+FIRST: Final = """**First round**: all pairs with K = 4, one seed; the area, of that without staleness. The order of
+the pairs, which decides about the second round, is by the area over that of the best pair: the mean of both tasks and
+both M.
 """
 
 SECOND: Final = """**Second round**: the best pairs, all seeds; the area without staleness, and how much staleness

@@ -49,7 +49,7 @@ class Fleet(msgspec.Struct, frozen=True):
 
 
 #: Name of the workload -> how it is learned. The jobs of the paper make 16 updates per step.
-FLEETS: Final = {"tail-bound": Fleet(1, 2e-4), "paper-128": Fleet(16, 4e-5), "paper-64": Fleet(16, 4e-5)}
+FLEETS: Final = {"tail-bound": Fleet(1, 2.5e-4), "paper-128": Fleet(16, 4e-5), "paper-64": Fleet(16, 4e-5)}
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -307,7 +307,7 @@ def hardest(config: Config) -> list[int]:
     """Return the places of the hardest prompts in the held-out set, which are the longest."""
     from dora.app.inputs import open_inputs
 
-    prompts = open_inputs(config).evaluations.sets[0].prompts
+    prompts = [prompt for one in open_inputs(config).evaluations.sets for prompt in one.prompts]
     by_length = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i].tokens), i))
     return sorted(by_length[: round(HARDEST * len(prompts))])
 

@@ -76,10 +76,13 @@ class Rollout:
         return [Group(version, answers[start : start + size]) for start in range(0, len(answers), size)]
 
     def heldout(self) -> float:
-        """Return the mean reward of the first held-out set."""
-        temperature = self.inputs.evaluations.sets[0].temperature
-        answers = self._sampler.answer(held_out(self.inputs), temperature=temperature)
-        return math.fsum(answer.reward for answer in answers) / len(answers)
+        """Return the mean reward of all held-out prompts."""
+        rewards = [
+            answer.reward
+            for requests, temperature in held_out(self.inputs)
+            for answer in self._sampler.answer(requests, temperature=temperature)
+        ]
+        return math.fsum(rewards) / len(rewards)
 
 
 class Learner(OneRankLearner):

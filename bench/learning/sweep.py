@@ -32,10 +32,10 @@ STAGES: dict[str, Callable[[Sequence[Result]], Iterable[Cell]]] = {
 
 def sweep(*, processes: int) -> bool:
     """Run what is missing; return whether every cell has a result."""
-    profile = cells.profile()
-    if any(result.profile != profile for result in cells.read(cells.SWEEP, Result)):
+    profiles = {task: cells.profile(path) for task, path in cells.TASKS.items()}
+    if any(result.profile != profiles[result.cell.task] for result in cells.read(cells.SWEEP, Result)):
         raise ConfigError(f"{cells.SWEEP}: made with other settings than those of launch/configs; move the file away")
-    made_of = {"profile": profile, "commit": commit(), "machine": hardware()}
+    made_of = {"commit": commit(), "machine": hardware()}
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         return all(_run_stage(name, pool, made_of) for name in STAGES)
 
@@ -74,7 +74,8 @@ def run_cell(cell: Cell) -> Result:
         curve = harness.run(config, staleness=cell.staleness, eval_every=config.eval.every)
     means = {name: _rounded([step[name] for step in curve.steps]) for name in cells.METRICS}
     seconds = round(time.perf_counter() - begun, 1)
-    return Result(cell, curve.heldout, curve.area, means, seconds, profile="", commit="", machine="")
+    profile = cells.profile(cells.TASKS[cell.task])
+    return Result(cell, curve.heldout, curve.area, means, seconds, profile=profile, commit="", machine="")
 
 
 def _rounded(values: Sequence[float]) -> float:

@@ -40,7 +40,7 @@ class Point(msgspec.Struct, frozen=True):
 
     version: int
     at_s: float  #: virtual seconds
-    rewards: list[float]  #: of the first held-out set, by prompt; empty if the version was not evaluated
+    rewards: list[float]  #: of the held-out prompts, one set after the other; empty if the version was not evaluated
 
     @property
     def heldout(self) -> float | None:
@@ -133,8 +133,11 @@ def learn(
             if version:
                 steps.append(saved.recall(lambda: _without_times(learner.metrics), dict[str, float]))
             is_scored = version % config.eval.every == 0 or version == config.run.steps
-            temperature = inputs.evaluations.sets[0].temperature
-            found = answers.answer(scored if is_scored else (), version, temperature=temperature)
+            found = [
+                answer
+                for requests, temperature in (scored if is_scored else ())
+                for answer in answers.answer(requests, version, temperature=temperature)
+            ]
             points.append(Point(version, at_s, [answer.reward for answer in found]))
             if version % SAVE_EVERY == 0:
                 learner.save()
@@ -185,8 +188,9 @@ def job_of(config: Config, inputs: Inputs, *, every: int = 1, behind: int = 0) -
     return AnswerJob(prompt_at, rollout.temperature, config.run.seed, rollout.group_size, every, behind)
 
 
-def held_out(inputs: Inputs) -> list[AnswerRequest]:
-    """Return requests for the first held-out set."""
+def held_out(inputs: Inputs) -> list[tuple[list[AnswerRequest], float]]:
+    """Return requests for each held-out set, and its temperature."""
     return [
-        AnswerRequest(prompt, derive_seed("eval", prompt.position)) for prompt in inputs.evaluations.sets[0].prompts
+        ([AnswerRequest(prompt, derive_seed("eval", prompt.position)) for prompt in one.prompts], one.temperature)
+        for one in inputs.evaluations.sets
     ]

@@ -54,8 +54,8 @@ def test_the_document_and_its_pictures_are_those_of_the_results() -> None:
 
 def test_the_results_are_of_the_shipped_configurations() -> None:
     found = document.measured()
-    assert {one.profile for one in found.sweep} <= {cells.profile()}
-    assert {one.profile for one in found.live} <= {cells.live_profile()}
+    assert all(one.profile == cells.profile(cells.TASKS[one.cell.task]) for one in found.sweep)
+    assert {one.profile for one in found.live} <= {cells.profile(cells.LIVE_CONFIG)}
     for rows in (found.sweep, found.curves, found.live):
         assert len({one.cell for one in rows}) == len(rows)
     assert {curve.cell for curve in found.curves} <= {*fleets.curve_cells()}
