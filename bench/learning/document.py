@@ -161,7 +161,7 @@ def first_screen(found: Results) -> str:
     fleet = next((one for one in SHOWN if _seeds(found, one) == SEEDS), SHOWN[-1])
     curves = fleet_tables.curves_of(found.curves, fleet)
     if Setting("dora", 3) not in curves or not (said := fleet_tables.sentence(curves)):
-        return ""
+        return "What staleness costs and gains in learning: [docs/LEARNING.md](docs/LEARNING.md).\n"
     sync, dora = curves[Setting("sync", 0)], curves[Setting("dora", 3)]
     final = fleet_tables.final_difference(dora, sync)
     where, file = fleet_tables.NAMES[fleet], f"docs/pictures/learning-hours-{fleet}.svg"
