@@ -129,7 +129,7 @@ def main_table(found: Curves, plans: Mapping[Setting, PlanFound]) -> str:
             f"`{setting.strategy}`" + (f", K = {setting.k}" if setting.k else ""),
             len(curves),
             *(_hours(seconds_to(curves, level).values()) for level in levels),
-            "1" if setting == base else bold(faster.ratio, shown=faster.is_shown),
+            "1" if setting == base else bold(faster.ratio if faster.count else "not reached", shown=faster.is_shown),
             f"{steps:.0f}" if math.isfinite(steps) else "not reached",
             _constant(setting, base, steps, fmean(steps_to(found[base], levels[-1]).values()), plans),
             f"{fmean(map(final, curves.values())):.3f}{_difference(finals, is_base=curves is sync)}",
@@ -217,7 +217,8 @@ def staleness_table(curves: Sequence[FleetCurve]) -> str:
             runs = of_fleet.get(setting, {})
             faster = speedup(of_fleet, setting, way(sync).level(WAYS[-1])) if runs else Interval(math.nan, math.nan, 0)
             areas = paired(_each(runs, mean_reward), _each(sync, mean_reward))
-            row += [bold(faster.ratio, shown=faster.is_shown), bold(str(areas), shown=areas.is_shown)]
+            times = faster.ratio if faster.count or not runs else "not reached"
+            row += [bold(times, shown=faster.is_shown), bold(str(areas), shown=areas.is_shown)]
         body.append(row)
     columns = [f"{NAMES[fleet]}: {what}" for fleet in found for what in ("times as soon to 90%", "mean of all steps")]
     return table(["K", *columns], sorted(body, key=lambda row: int(str(row[0]))))
