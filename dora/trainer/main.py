@@ -174,6 +174,8 @@ def _checkpointing(order: Configure, device: torch.device) -> tuple[Mode, str]:
             copies_on_host=settings.copies == "host",
             expert_ranks=settings.expert_ranks,
             tensor_ranks=settings.tensor_ranks,
+            lora=settings.lora,
+            has_proximal=needs_proximal_adapter(settings),
         )
         chosen.fill_(MODES.index(mode))
         figures = f"a rank is forecast to take {found.total / 2**30:.1f} of {int(memory) / 2**30:.1f} GB"
