@@ -12,12 +12,15 @@ Legend: R rank of the adapter, I and O input and output features of a target.
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import xxhash
@@ -36,16 +39,18 @@ TRIAL: Final = 0.1
 
 
 class Factors(NamedTuple):
-    """Whole matrices whose product, scaled, is what an adapter adds to a weight, as the model stores it."""
+    """The whole matrices of an adapted weight."""
 
-    left: Tensor
-    right: Tensor
+    matrix_RI: Tensor
+    matrix_OR: Tensor
     scale: float
+    is_transposed: bool  # whether the model stores the weight as [I, O]
 
     def added_to(self, rows: Tensor, *, start: int) -> Tensor:
         """Return rows of the weight, from row `start` on, with the adapter; in float32 or wider."""
+        left, right = (self.matrix_RI.T, self.matrix_OR.T) if self.is_transposed else (self.matrix_OR, self.matrix_RI)
         wide = torch.promote_types(rows.dtype, torch.float32)
-        left, right = self.left[start : start + len(rows)], self.right
+        left = left[start : start + len(rows)]
         return torch.addmm(rows.to(wide), left.to(wide), right.to(wide), alpha=self.scale)
 
 
@@ -72,7 +77,7 @@ class Adapters:
             modules = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
             for module in modules.values() if has_proximal else ():
                 module.update_layer(PROXIMAL, settings.rank, lora_alpha=settings.alpha, config=config)
-        self._seed = settings.seed
+        self.settings = settings
         #: By the name that the adapted weight has without adapters.
         self._modules: Mapping[str, Any] = {f"{name}.weight": module for name, module in modules.items()}
 
@@ -103,7 +108,7 @@ class Adapters:
 
     def _drawn(self, name: str, shape: torch.Size, bound: float) -> Tensor:
         """Return values between -bound and bound, equal for equal seeds and names."""
-        generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{self._seed} {name}".encode()))
+        generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{self.settings.seed} {name}".encode()))
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
     @torch.no_grad()
@@ -132,10 +137,37 @@ class Factored:
         """Return the factors of each adapted weight; a collective. `group`: the ranks of a copy of the weights."""
         found = {}
         for name, (sharded_RI, sharded_OR, module) in self._matrices.items():
-            matrix_RI, matrix_OR = _whole(sharded_RI, group), _whole(sharded_OR, group)
-            pair = (matrix_RI.T, matrix_OR.T) if module.fan_in_fan_out else (matrix_OR, matrix_RI)
-            found[name] = Factors(*pair, scale=module.scaling[TRAINED])
+            matrices = _whole(sharded_RI, group), _whole(sharded_OR, group)
+            found[name] = Factors(*matrices, module.scaling[TRAINED], module.fan_in_fan_out)
         return found
+
+
+def write_adapter(folder: Path, factors: Mapping[str, Factors], settings: LoraSettings) -> None:
+    """Write an adapter, in float32, to a new folder that peft and servers read.
+
+    Servers scale by lora_alpha / r and may ignore `use_rslora`, so lora_alpha has the whole scale.
+    """
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,  # a path of this host says nothing elsewhere
+        "r": settings.rank,
+        "lora_alpha": settings.alpha * (math.sqrt(settings.rank) if settings.rslora else 1.0),
+        "use_rslora": False,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": any(one.is_transposed for one in factors.values()),
+        "target_modules": sorted(settings.targets),
+        "inference_mode": True,
+    }
+    tensors = {}
+    for name, one in factors.items():
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors[f"{prefix}.lora_A.weight"] = one.matrix_RI.float().contiguous()
+        tensors[f"{prefix}.lora_B.weight"] = one.matrix_OR.float().contiguous()
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
+    (folder / "adapter_model.safetensors").write_bytes(safetensors.torch.save(tensors, metadata={"format": "pt"}))
 
 
 def require_targets(model: Any, targets: tuple[str, ...]) -> None:
@@ -155,8 +187,8 @@ def require_targets(model: Any, targets: tuple[str, ...]) -> None:
             )
         if any(name.startswith(f"{block}.") for name in chosen for block in blocks):
             raise ConfigError(
-                f"trainer.lora.targets: {target} is beside or inside the experts of {kind}, whose adapters cost SGLang "
-                f"a third of its speed; give projections of attention only, of {known}"
+                f"trainer.lora.targets: {target} is beside or inside the experts of {kind}, whose adapters would cost "
+                f"servers a third of their speed; give projections of attention only, of {known}"
             )
         if not chosen or not chosen <= linear:
             raise ConfigError(f"trainer.lora.targets: {kind} has no linear module {target}; give some of {known}")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dora.trainer import buckets
-from dora.trainer.adapters import Factors
+from dora.trainer.adapters import Factors, write_adapter
 from dora.trainer.buckets import TYPES, rows_in
 from dora.trainer.loading import Conversion, as_published, own_block, stacks_rows, tensors_of
 from dora.trainer.meshes import Block
@@ -104,6 +105,11 @@ class Parts:
             found = self._rows(conversion, owner) if is_of_rows else self._whole(conversion, owner)
             kept += [piece._replace(rows=piece.rows.to("cpu", copy=True)) for piece in found]
         return kept
+
+    def write_adapter(self, folder: Path) -> None:
+        """Write the adapter as it was at the last `gather` to a new folder, if one is trained."""
+        if self._policy.adapters is not None:
+            write_adapter(folder, self._factors, self._policy.adapters.settings)
 
     def _rows(self, conversion: Conversion, owner: int) -> Iterator[Piece]:
         """Yield, on the owner, the rows of all ranks, some of each rank at a time."""

@@ -6,6 +6,7 @@ In float64, with two updates a step, so that π_o is an adapter too.
 from __future__ import annotations
 
 import multiprocessing
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -14,9 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.trainer import model as policy_module
 from dora.trainer.adapters import PROXIMAL
@@ -25,6 +29,7 @@ from dora.trainer.forward_check import check_training
 from dora.trainer.meshes import make_mesh
 from dora.trainer.model import Policy
 from dora.weights.checkpoints import checkpoints_in
+from dora.weights.store import ADAPTER, VersionStore
 from tests.families import make_model
 from tests.trainer.peft_trainer import (
     ATTENTION,
@@ -38,6 +43,7 @@ from tests.trainer.peft_trainer import (
     merged,
     train,
 )
+from tests.trainer.publishing import make_publisher
 from tests.trainer.test_copies import ROW
 
 TOLERANCE: Final = 1e-10
@@ -272,6 +278,33 @@ def test_a_target_that_cannot_be_adapted_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"trainer.lora.targets: .*{says}"):
         load(models / family, targets=("q_proj", target))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_version_has_the_adapter_as_peft_reads_it_beside_the_weights_that_include_it(
+    alone: None, models: Path, family: str, tmp_path: Path
+) -> None:
+    """Also with rsLoRA, whose scale is folded into lora_alpha."""
+    policy = load(models / family, targets=FAMILIES[family][1].targets, rslora=True)
+    store = VersionStore(memory_root=tmp_path, durable_root=tmp_path)
+    publisher = make_publisher(policy, models / family, store)
+    move(policy, 0.01)
+    publisher.publish(VersionId(0), chain="")
+    publisher.close()
+    folder = store.folder(VersionId(0))
+    files = {f"{ADAPTER}/adapter_config.json", f"{ADAPTER}/adapter_model.safetensors"}
+    assert files <= store.manifest(VersionId(0)).files.keys()
+    tokens = torch.arange(20)[None]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about weights that are stored transposed
+        base, whole = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (models / family, folder))
+        before = base(tokens).logits
+        adapted = PeftModel.from_pretrained(base, folder / ADAPTER).eval()
+        torch.testing.assert_close(adapted(tokens).logits, whole(tokens).logits, rtol=1e-4, atol=1e-5)
+    assert (before - whole(tokens).logits).abs().max() > 0.01
+    assert {name for name in policy.trained() if "lora_A" in name} == {
+        name.removeprefix("base_model.model.") for name, _ in adapted.named_parameters() if "lora_A" in name
+    }
 
 
 def test_versions_in_16_bits_are_rounded_once(alone: None, models: Path) -> None:
