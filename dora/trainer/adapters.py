@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,7 +74,10 @@ class Adapters:
         )
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")  # about weights that are stored transposed
-            inject_adapter_in_model(config, model, TRAINED, low_cpu_mem_usage=True)
+            try:
+                inject_adapter_in_model(config, model, TRAINED, low_cpu_mem_usage=True)
+            except ValueError as err:  # what peft knows of a family
+                raise ConfigError(f"trainer.lora.targets: peft refuses {type(model).__name__}: {err}") from err
             modules = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
             for module in modules.values() if has_proximal else ():
                 module.update_layer(PROXIMAL, settings.rank, lora_alpha=settings.alpha, config=config)
@@ -172,12 +176,14 @@ def write_adapter(folder: Path, factors: Mapping[str, Factors], settings: LoraSe
 
 def require_targets(model: Any, targets: tuple[str, ...]) -> None:
     """Raise ConfigError unless each of `targets` names linear modules of this model that can be adapted."""
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     blocks = {name.rpartition(".")[0] for name, module in modules.items() if _has_experts(name, module)}
     linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)}
     inside = {name for name in linear if any(name.startswith(f"{block}.") for block in blocks)}
     ends = {name for name in linear if modules[name] in (model.get_input_embeddings(), model.get_output_embeddings())}
-    known = ", ".join(sorted({name.rpartition(".")[2] for name in linear - inside - ends}))
+    uses = Counter(modules[name].weight for name in linear)
+    shared = {name for name in linear if uses[modules[name].weight] > 1}
+    known = ", ".join(sorted({name.rpartition(".")[2] for name in linear - inside - ends - shared}))
     kind = type(model).__name__
     for target in targets:
         chosen = {name for name in modules if name == target or name.endswith(f".{target}")}
@@ -192,6 +198,11 @@ def require_targets(model: Any, targets: tuple[str, ...]) -> None:
             )
         if not chosen or not chosen <= linear:
             raise ConfigError(f"trainer.lora.targets: {kind} has no linear module {target}; give some of {known}")
+        if chosen & shared:
+            raise ConfigError(
+                f"trainer.lora.targets: layers of {kind} share the weight of {target}, but would have adapters of "
+                "their own; remove it"
+            )
 
 
 def _has_experts(name: str, module: nn.Module) -> bool:

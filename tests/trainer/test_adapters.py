@@ -18,19 +18,25 @@ import torch.multiprocessing as mp
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.trainer import model as policy_module
-from dora.trainer.adapters import PROXIMAL
+from dora.trainer.adapters import PROXIMAL, Adapters
 from dora.trainer.copies import FrozenPolicy, OfAdapter
+from dora.trainer.forecast import trial_row
 from dora.trainer.forward_check import check_training
+from dora.trainer.layouts import layout_of
+from dora.trainer.logprobs import logprobs
 from dora.trainer.meshes import make_mesh
-from dora.trainer.model import Policy
+from dora.trainer.model import Policy, build_on_meta
 from dora.weights.checkpoints import checkpoints_in
 from dora.weights.store import ADAPTER, VersionStore
-from tests.families import make_model
+from tests.families import FAMILIES as EVERY_FAMILY
+from tests.families import make_config, make_model
 from tests.trainer.peft_trainer import (
     ATTENTION,
     DENSE,
@@ -43,7 +49,7 @@ from tests.trainer.peft_trainer import (
     merged,
     train,
 )
-from tests.trainer.publishing import make_publisher
+from tests.trainer.publishing import make_publisher, write_version
 from tests.trainer.test_copies import ROW
 
 TOLERANCE: Final = 1e-10
@@ -261,6 +267,50 @@ def test_the_check_of_the_model_uses_an_adapter_that_has_an_effect_and_leaves_th
         check_training(policy, dtype="float32")
 
 
+#: Modules whose weight a family uses without calling them, so that the check refuses to adapt them.
+IDLE: Final = ("dt_proj", "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection")
+
+
+@pytest.mark.deep
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # OPT's layers return views
+@pytest.mark.parametrize("family", sorted(EVERY_FAMILY.keys() - {"falcon"}))
+def test_every_family_computes_with_an_adapter_what_its_published_weights_do(
+    alone: None, family: str, tmp_path: Path
+) -> None:
+    """With adapters of all linear modules that may have one."""
+    base, version = tmp_path / "base", tmp_path / "version"
+    model = make_model(family)
+    model.save_pretrained(base)
+    version.mkdir()
+    leaves = {name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, nn.Linear | Conv1D)}
+    policy = load(base, targets=[leaf for leaf in sorted(leaves - {*IDLE}) if may_be_adapted(family, leaf)])
+    check_training(policy, dtype="float32")
+    row = trial_row(60, longest=25, layout=layout_of(model))
+
+    def compute(one: Policy) -> Tensor:
+        with torch.no_grad():
+            return logprobs(one.model, row, temperature=1.0)[0]
+
+    version_0 = compute(Policy(base, mesh=make_mesh("cpu"), dtype=torch.float32))
+    move(policy, 0.01)
+    with policy.without_adapter():
+        assert torch.equal(compute(policy), version_0)
+    adapted = compute(policy)
+    assert (adapted - version_0).abs().max() > 1e-4
+    policy.reshard()
+    write_version(policy, base, version, dtype="float32")
+    published = compute(Policy(version, mesh=make_mesh("cpu"), dtype=torch.float32))
+    assert (adapted - published).abs().max() < 1e-5
+
+
+def may_be_adapted(family: str, target: str) -> bool:
+    try:
+        Adapters(build_on_meta(make_config(family), torch.float32), lora((target,)))
+    except ConfigError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize(
     ("family", "target", "says"),
     [
@@ -271,13 +321,14 @@ def test_the_check_of_the_model_uses_an_adapter_that_has_an_effect_and_leaves_th
         ("qwen2_moe", "up_proj", "up_proj is beside or inside the experts of Qwen2MoeForCausalLM"),
         ("qwen2_moe", "shared_expert_gate", "is beside or inside the experts"),
         ("qwen2_moe", "gate", "gate is beside or inside the experts"),
+        ("zamba2", "q_proj", "layers of Zamba2ForCausalLM share the weight of q_proj"),
+        ("mamba", "out_proj", "peft refuses MambaForCausalLM"),
     ],
 )
-def test_a_target_that_cannot_be_adapted_is_refused(
-    alone: None, models: Path, family: str, target: str, says: str
-) -> None:
+def test_a_target_that_cannot_be_adapted_is_refused(family: str, target: str, says: str) -> None:
+    model = build_on_meta(make_config(family), torch.float32)
     with pytest.raises(ConfigError, match=f"trainer.lora.targets: .*{says}"):
-        load(models / family, targets=("q_proj", target))
+        Adapters(model, lora((target,)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
