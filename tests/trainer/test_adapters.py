@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from conftest import SETTINGS
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
@@ -26,7 +28,7 @@ from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.trainer import model as policy_module
 from dora.trainer.adapters import PROXIMAL, Adapters
-from dora.trainer.copies import FrozenPolicy, OfAdapter
+from dora.trainer.copies import FrozenPolicy, OfAdapter, count_copies, load_reference, needs_proximal_adapter
 from dora.trainer.forecast import trial_row
 from dora.trainer.forward_check import check_training
 from dora.trainer.layouts import layout_of
@@ -232,6 +234,24 @@ def test_the_reference_is_the_model_and_the_proximal_policy_the_one_before(
     assert torch.equal(proximal.logprobs(row, **settings), before)
     assert torch.equal(reference.logprobs(row, **settings), version_0)
     assert not torch.equal(before, version_0)
+
+
+def test_a_reference_with_a_folder_of_its_own_is_a_model_without_adapter(alone: None, models: Path) -> None:
+    policy = load(models / "qwen3")
+    reference = load_reference(models / "qwen3", policy=policy)
+    assert reference.adapters is None
+    with pytest.raises(ConfigError, match="has another architecture than the policy"):
+        load_reference(models / "qwen2_moe", policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("kl", "reference", "copies"), [(0.0, "", 0), (0.1, "", 0), (0.1, "elsewhere", 1)], ids=["none", "own", "given"]
+)
+def test_only_a_reference_of_another_folder_is_a_copy(kl: float, reference: str, copies: int) -> None:
+    objective = f'{{"kl_coefficient": {kl}, "kl_reference": "{reference}"}}' if kl else "{}"
+    settings = msgspec.structs.replace(SETTINGS, lora=lora(), updates=2, objective=objective)
+    assert count_copies(settings) == copies
+    assert needs_proximal_adapter(settings)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
