@@ -6,15 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import msgspec
+
 from learning import cells, fleet_tables, live_tables, sweep_tables
 from learning.cells import LiveResult, Result
 from learning.fleets import (
+    CALIBRATION,
     CONTROLS,
     CURVES,
     FLEETS,
     PLANS,
+    SAMPLED,
     SEEDS,
     SETTINGS,
+    Calibration,
     FleetCurve,
     PlanFound,
     Setting,
@@ -49,7 +54,7 @@ They do not show how large the effects are for a large model.
 
 **Intervals** are 95 % intervals of Student's t over seeds, of paired values: runs with the same seed have the same
 prompts and the same held-out set. **Bold** is what an interval shows: a difference that is not 0, or a ratio that is
-not 1. With so many comparisons, some are shown by chance.
+not 1. Among this many comparisons, a few are expected by chance.
 """
 
 GAIN: Final = """## What do I gain?
@@ -59,16 +64,17 @@ Held-out reward over **simulated hours**. `python bench/learning fleets` simulat
 involved. But a real policy gives the answers, under the weights of the version with which the simulation tags them;
 its rewards decide which groups are filtered; and the trainer's own step makes each version from the very groups that
 the simulated step has. The task is `launch/configs/learning-tail.toml`: sums of 2 to 52 numbers, a fifth of them of
-14 or more, whose worked answers differ thirtyfold in length. `sync` goes half of its way in 15 to 25 of 60 steps.
+14 or more, whose worked answers differ thirtyfold in length.
 
 **Each strategy has its own best plan** (width of servers, split, slots, micro-batch): what `dora plan` finds for the
-answers of a policy that `sync` trains. A real token stands for so many simulated ones that the trained policy has the
-mean length of the job. On the fleets of the paper one group in 16 is sampled and trained, in the same steps and
-updates; the others borrow lengths and rewards of these. "Hours to 50 %" is when a curve, each point averaged with its
-neighbours, first reaches half of the way that `sync` goes in 60 steps, as the mean of all seeds. "Times as soon" is
-against the faster of `sync` and `periodic`, the strategies that train on answers of the newest version only. "At
-constant step times" is the same ratio with the step times of the plans, which do not change while the answers grow.
-The hardest fifth are the prompts with most numbers. In parentheses are differences from `sync`.
+answers of a policy that `sync` trains. Each real token stands for a constant number of simulated ones, chosen so that
+the mean answer of the trained policy is as long as that of the job. On the fleets of the paper one group in 16 is
+sampled and trained, in the same steps and updates; the others borrow lengths and rewards of these. "Hours to 50 %" is
+when a curve, each point averaged with its neighbours, first reaches half of the way that `sync` goes in 60 steps, as
+the mean of all seeds. "Times as soon" is against the faster of `sync` and `periodic`, the strategies that train on
+answers of the newest version only. "At constant step times" is the same ratio with the step times of the plans, which
+do not change while the answers grow. The hardest fifth are the prompts with most numbers. In parentheses are
+differences from `sync`.
 """
 
 WHICH: Final = """## Which K do I take?
@@ -125,7 +131,6 @@ METHOD: Final = """## How this was measured, and what it cannot show
 - With K = 0 a curve is that of the lag harness, and with staleness an independent replay with a plain trainer makes
   the same versions from the commands of the core (`tests/learning/test_simulated.py`). The same seed has the same
   digest, whatever else the machine does.
-- Answers of a small policy have a lighter tail than those of a large one: the longest are 15 times the median.
 - The policy is trained with the batch of the job, or a sixteenth of it. How staleness and batch interact in large
   models is open.
 - Hours are those of the simulator, whose errors [SIMULATION.md](SIMULATION.md) states.
@@ -192,7 +197,7 @@ def render(found: Results) -> str:
     parts += [LIVE, live_tables.live_table(found.live)]
     if found.live:
         parts.append("![Held-out reward over seconds](pictures/learning-seconds.svg)\n")
-    parts += [METHOD, _made_of(found)]
+    parts += [METHOD, _tail(), _made_of(found)]
     return "\n".join(part for part in parts if part)
 
 
@@ -242,6 +247,18 @@ def _fleets(found: Results) -> list[str]:
         if fleet == "tail-bound":
             parts.append(fleet_tables.twice(found.curves))
     return parts
+
+
+def _tail() -> str:
+    """Say how unlike the answers of a policy are."""
+    if not CALIBRATION.exists():
+        return ""
+    tokens = msgspec.json.decode(CALIBRATION.read_bytes(), type=Calibration).tokens
+    lengths = sorted(length for group in tokens[-SAMPLED:] for length in group)
+    middle, longest = lengths[len(lengths) // 2], lengths[-1]
+    words = f"""Answers of a small policy have a lighter tail than those of a large one. Plans are made for answers of which
+        the last version's have {middle} tokens in the median, and {longest} in the longest of {len(lengths):,}."""
+    return wrapped(words) + "\n"
 
 
 def _made_of(found: Results) -> str:

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from statistics import fmean
 from typing import Final
 
@@ -25,6 +25,7 @@ from dora.config.schema import Config
 from dora.sim.plan import search
 from dora.sim.workload import LengthModel, Workload, load
 from learning import cells
+from learning.jobs import finished
 
 CALIBRATION: Final = cells.RESULTS / "calibration.json"
 PLANS: Final = cells.RESULTS / "plans.jsonl"
@@ -44,7 +45,7 @@ HARDEST: Final = 0.2
 class Fleet(msgspec.Struct, frozen=True):
     """A job with its fleet, and how it is learned."""
 
-    every: int  #: one group in so many is sampled and trained
+    every: int  #: one group in `every` is sampled and trained
     rate: float  #: learning rate
 
 
@@ -71,7 +72,7 @@ CONTROLS: Final[dict[str, tuple[tuple[str, ...], int]]] = {
     "no correction": (("objective.weight=none",), 0),
     "C3 broken by 12": ((), 12),
 }
-#: With the rate that is best for `sync` in the sweep.
+#: Whether the gain depends on the learning rate.
 TWICE: Final = "twice the learning rate"
 
 
@@ -156,30 +157,27 @@ def _search_plans(wanted: Sequence[FleetCell], calibration: Calibration, pool: P
     known = {(row.fleet, row.strategy, row.k) for row in cells.read(PLANS, PlanFound)}
     missing = [kind for kind in dict.fromkeys((c.fleet, c.strategy, c.k) for c in wanted) if kind not in known]
     print(f"{len(missing)} plans are to be searched", flush=True)
-    for future in as_completed([pool.submit(plan, kind, calibration) for kind in missing]):
-        row = future.result()
+    for row in finished({pool.submit(plan, kind, calibration): ", ".join(map(str, kind)) for kind in missing}):
         cells.append(PLANS, row)
         print(f"{row.fleet}, {row.strategy}, K = {row.k}: {row.step_s:.4g} s a step", flush=True)
 
 
 def _make_curves(wanted: Sequence[FleetCell], calibration: Calibration, pool: ProcessPoolExecutor) -> bool:
     plans = {(row.fleet, row.strategy, row.k): row for row in cells.read(PLANS, PlanFound)}
-    made = {curve.cell for curve in cells.read(CURVES, FleetCurve)}
-    left = [cell for cell in wanted if cell not in made]
+    known = {curve.cell for curve in cells.read(CURVES, FleetCurve)}
+    left = [cell for cell in wanted if cell not in known]
     print(f"{len(left)} of {len(wanted)} curves are to be made", flush=True)
-    running = {pool.submit(curve, cell, plans[cell.fleet, cell.strategy, cell.k], calibration): cell for cell in left}
-    failed = 0
-    for number, future in enumerate(as_completed(running), start=1):
-        cell = running[future]
-        if (err := future.exception()) is not None:
-            failed += 1
-            print(f"{name(cell)}: {type(err).__name__}: {err}", flush=True)
-            continue
-        found = future.result()
-        cells.append(CURVES, found)
-        score = f"held out {found.heldout[-1][1]:.3f}, {found.seconds:.0f} s"
-        print(f"{number} of {len(left)}: {name(cell)}: {score}", flush=True)
-    return failed == 0
+    running = {
+        pool.submit(curve, cell, found, calibration): name(cell)
+        for cell in left
+        if (found := plans.get((cell.fleet, cell.strategy, cell.k)))  # else its search has failed
+    }
+    number = 0
+    for number, made in enumerate(finished(running), start=1):
+        cells.append(CURVES, made)
+        score = f"held out {made.heldout[-1][1]:.3f}, {made.seconds:.0f} s"
+        print(f"{number} of {len(left)}: {name(made.cell)}: {score}", flush=True)
+    return number == len(left)
 
 
 def configuration(cell: FleetCell, calibration: Calibration, found: PlanFound) -> tuple[Config, Workload]:

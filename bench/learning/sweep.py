@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from statistics import fmean
 
 import msgspec
@@ -21,6 +21,7 @@ from result import commit, hardware
 from dora.errors import ConfigError
 from learning import cells
 from learning.cells import Cell, Result
+from learning.jobs import finished
 
 #: Name -> the cells of a stage, which may depend on results of earlier ones.
 STAGES: dict[str, Callable[[Sequence[Result]], Iterable[Cell]]] = {
@@ -47,19 +48,14 @@ def _run_stage(name: str, pool: ProcessPoolExecutor, made_of: dict[str, str]) ->
     wanted = list(dict.fromkeys(STAGES[name](earlier)))
     missing = [cell for cell in wanted if cell not in known]
     print(f"{name}: {len(missing)} of {len(wanted)} cells are to be run", flush=True)
-    running = {pool.submit(run_cell, cell): cell for cell in missing}
-    failed, begun = 0, time.monotonic()
-    for number, future in enumerate(as_completed(running), start=1):
-        cell = running[future]
-        if (err := future.exception()) is not None:
-            failed += 1
-            print(f"{_name(cell)}: {type(err).__name__}: {err}", flush=True)
-            continue
-        result = msgspec.structs.replace(future.result(), **made_of)
-        cells.append(cells.SWEEP, result)
-        left_s = (time.monotonic() - begun) / number * (len(missing) - number)
-        print(f"{_name(cell)}: area {result.area:.3f}, {result.seconds:.0f} s; {left_s / 60:.0f} min left", flush=True)
-    return failed == 0
+    begun = time.monotonic()
+    made = 0
+    for made, result in enumerate(finished({pool.submit(run_cell, cell): _name(cell) for cell in missing}), start=1):
+        cells.append(cells.SWEEP, msgspec.structs.replace(result, **made_of))
+        left_s = (time.monotonic() - begun) / made * (len(missing) - made)
+        took = f"area {result.area:.3f}, {result.seconds:.0f} s; {left_s / 60:.0f} min left"
+        print(f"{_name(result.cell)}: {took}", flush=True)
+    return made == len(missing)
 
 
 def run_cell(cell: Cell) -> Result:

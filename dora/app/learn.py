@@ -113,9 +113,9 @@ def learn(
     """Simulate a workload whose answers and versions are real.
 
     `config`: as `configured` returns it. `show` receives a line about the progress. `folder`: where the simulation is
-    saved, and from where it goes on. `every`: one in so many groups is sampled and trained, the others borrow lengths
-    and rewards from these. `behind` breaks C3 on purpose, where neither core nor trainer can see it: answers are
-    sampled under weights that are so many versions older than their tag.
+    saved, and from where it goes on. `every`: one group in `every` is sampled and trained, and the others borrow their
+    lengths and rewards. `behind` breaks C3 on purpose, where neither core nor trainer can see it: answers are sampled
+    under weights that are `behind` versions older than their tag.
     """
     inputs = open_inputs(config)
     points: list[Point] = []

@@ -58,12 +58,12 @@ def simulate(
         Path | None,
         typer.Option(
             metavar="CONFIG.toml",
-            help="Let a policy learn meanwhile: the task, model and objective of this configuration, in virtual time.",
+            help="Also train a policy in virtual time, with the task, model and objective of this configuration.",
         ),
     ] = None,
     checkpoints: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="With --learn: save the progress in this folder, and go on from there."),
+        typer.Option(metavar="DIR", help="With --learn: save progress in this folder, and resume from it."),
     ] = None,
 ) -> None:
     """Simulate a job in virtual time with the real decision core.

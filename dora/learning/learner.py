@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from dora import files
+from dora import files, foreign
 from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.trainer.checkpoint import Saver, Storage
@@ -87,7 +87,8 @@ class VersionsInMemory:
         """Read the versions of a folder up to `newest`."""
         for path in folder.glob("*.safetensors"):
             if int(path.stem) <= newest:
-                self._kept[int(path.stem)] = safetensors.torch.load_file(path)
+                with foreign.open_regular(path) as file:
+                    self._kept[int(path.stem)] = safetensors.torch.load(file.read())
 
     def clean(self, folder: Path) -> None:
         """Delete the versions of a folder that are forgotten."""
@@ -127,7 +128,7 @@ class _Reports:
             self.metrics = report.metrics
 
 
-class _Rank(Trainer):
+class _LearningRank(Trainer):
     """The one rank, which saves a checkpoint only when the learner is saved."""
 
     def save_checkpoint(self) -> None:
@@ -155,7 +156,7 @@ class Learner:
             memory_root="", durable_root="", checkpoints="", resume_from=tuple(map(str, saved)), may_start_over=False,
             chain="", epoch=0, fence="",
         )  # fmt: skip
-        self._trainer = _Rank(
+        self._trainer = _LearningRank(
             order,
             end=cast(TrainerEnd, self._reports),
             policy=policy,

@@ -49,8 +49,8 @@ class AnswerJob(NamedTuple):
     temperature: float
     seed: int
     group_size: int
-    every: int = 1  #: one of so many groups is sampled and trained; the others borrow lengths and rewards from these
-    behind: int = 0  #: weights are so many versions older than the tag of what they sample, which breaks C3
+    every: int = 1  #: one group in `every` is sampled and trained; the others borrow lengths and rewards from these
+    behind: int = 0  #: weights are `behind` versions older than the tag of what they sample, which breaks C3
 
 
 class RealAnswers:
