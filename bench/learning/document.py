@@ -133,6 +133,8 @@ METHOD: Final = """## How this was measured, and what it cannot show
   digest, whatever else the machine does.
 - The policy is trained with the batch of the job, or a sixteenth of it. How staleness and batch interact in large
   models is open.
+- A group that is filtered is replaced at once, as in a run. So a step of `sync` may wait for several longest answers, one
+  after the other. `oversample`, which asks for more groups at the beginning, is the usual remedy.
 - Hours are those of the simulator, whose errors [SIMULATION.md](SIMULATION.md) states.
 """
 
@@ -256,8 +258,9 @@ def _tail() -> str:
     tokens = msgspec.json.decode(CALIBRATION.read_bytes(), type=Calibration).tokens
     lengths = sorted(length for group in tokens[-SAMPLED:] for length in group)
     middle, longest = lengths[len(lengths) // 2], lengths[-1]
-    words = f"""Answers of a small policy have a lighter tail than those of a large one. Plans are made for answers of which
-        the last version's have {middle} tokens in the median, and {longest} in the longest of {len(lengths):,}."""
+    words = f"""Answers of a small policy have a lighter tail than those of a large one. Plans are made for answers
+        of which the last version's have {middle} tokens in the median, and {longest} in the longest of
+        {len(lengths):,}."""
     return wrapped(words) + "\n"
 
 
