@@ -133,8 +133,8 @@ METHOD: Final = """## How this was measured, and what it cannot show
   digest, whatever else the machine does.
 - The policy is trained with the batch of the job, or a sixteenth of it. How staleness and batch interact in large
   models is open.
-- A group that is filtered is replaced at once, as in a run. So a step of `sync` may wait for several longest answers, one
-  after the other. `oversample`, which asks for more groups at the beginning, is the usual remedy.
+- A group that is filtered is replaced at once, as in a run. So a step of `sync` may wait for several longest answers,
+  one after the other. `oversample`, which asks for more groups at the beginning, is the usual remedy.
 - Hours are those of the simulator, whose errors [SIMULATION.md](SIMULATION.md) states.
 """
 
