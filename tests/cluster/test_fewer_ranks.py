@@ -36,12 +36,6 @@ class Pair:
     hosts: dict[str, Host]
 
     def crash(self, name: str) -> None:
-        """Crash a host once the newest version has its copy on the disk: a version that is lost before that cannot be
-        made again by fewer ranks, and the run ends if answers of it are unfinished (docs/how-to/resume.md)."""
-        versions = self.run.folder.versions
-        self.run.until_status(
-            lambda status: (versions / f"v{status['steps_trained']}").is_dir(), what="the copy of the newest version"
-        )
         self.cluster.nodes.pop(name)
         self.hosts.pop(name).crash()
 
