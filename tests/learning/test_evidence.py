@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from learning import cells, document, fleet_tables, fleets, sweep_tables
 from learning.cells import Cell, LiveCell, Result
 from learning.fleets import FleetCell, FleetCurve, PlanFound, Setting
+from learning.jobs import finished
 from learning.live import from_rows
 from learning.stats import crossing, interval, paired, paired_ratio, smoothed
 
@@ -171,6 +173,13 @@ def test_every_cell_is_a_valid_configuration_and_no_run_is_planned_twice() -> No
     made = [*cells.tuning(), *cells.first_round([]), *dict.fromkeys(cells.second_round([]))]
     configs = [cell.config().model_dump_json() + f"K={cell.staleness}" for cell in dict.fromkeys(made)]
     assert len(set(configs)) == len(configs)
+
+
+def test_a_job_that_fails_is_named_and_the_others_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        jobs = {pool.submit(math.sqrt, number): f"the root of {number}" for number in (4.0, -1.0, 9.0)}
+        assert sorted(finished(jobs)) == [2.0, 3.0]
+    assert capsys.readouterr().out.startswith("the root of -1.0: ValueError: ")
 
 
 def test_every_curve_has_a_plan_to_be_made_of() -> None:
