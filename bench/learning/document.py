@@ -12,7 +12,6 @@ from learning import cells, fleet_tables, live_tables, sweep_tables
 from learning.cells import LiveResult, Result
 from learning.fleets import (
     CALIBRATION,
-    CONTROLS,
     CURVES,
     FLEETS,
     PLANS,
@@ -90,7 +89,9 @@ RISK: Final = """## What do I risk?
 
 Faults that must show, or the task could not tell good from bad. "No correction" is `objective.weight = "none"`. In
 "C3 broken by 12" answers are sampled under weights that are 12 versions older than their tag, so that neither the
-core nor the trainer sees it. `oversample` discards the slowest groups of each step, which is what C2 forbids.
+core nor the trainer sees it. `oversample` discards the slowest groups of each step, which is what C2 forbids. Where
+groups without different rewards are filtered, later steps discard few of the long ones: most short groups are filtered
+then, and the step waits for the long ones. So the two are also compared without filtering.
 """
 
 SWEEP: Final = """### Objectives and corrections
@@ -191,7 +192,7 @@ def render(found: Results) -> str:
     """Return the document."""
     parts = [HEAD, _in_short(found), _missing(found), GAIN, *_fleets(found)]
     parts += [WHICH, fleet_tables.staleness_table(found.curves), RISK]
-    parts.append(fleet_tables.controls_table(found.curves, [name for name in CONTROLS if name]))
+    parts.append(fleet_tables.controls_table(found.curves))
     parts.append(SWEEP)
     parts += [f"M = {m}:\n\n{sweep_tables.rates_table(found.sweep, updates=m)}" for m in cells.UPDATES]
     parts += [FIRST, sweep_tables.first_table(found.sweep), SECOND]

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Final, NamedTuple
 
 from dora.sim import svg
-from learning.fleets import FLEETS, SETTINGS, STEPS, TWICE, FleetCurve, PlanFound, Setting
+from learning.fleets import CONTROLS, FAULTS, FLEETS, SETTINGS, STEPS, TWICE, FleetCurve, PlanFound, Setting
 from learning.stats import Interval, crossing, paired, paired_ratio, smoothed
 from learning.text import bold, table
 
@@ -247,18 +247,21 @@ def twice(curves: Sequence[FleetCurve]) -> str:
     )
 
 
-def controls_table(curves: Sequence[FleetCurve], names: Sequence[str]) -> str:
-    """Return how much worse the controls learn than the same runs without the fault."""
-    plain = curves_of(curves, "tail-bound")
+def controls_table(curves: Sequence[FleetCurve]) -> str:
+    """Return how much worse the faults learn than what is right."""
+    by_control = {control: curves_of(curves, "tail-bound", control=control) for control in CONTROLS}
     body = []
-    for control in names:
-        faulty = curves_of(curves, "tail-bound", control=control)
-        for setting, runs in faulty.items():
-            body.append([f"`{setting.strategy}`, K = {setting.k}, {control}", *_worse(runs, plain[setting])])
-    oversample, sync = Setting("oversample", 0), SETTINGS[0]
-    if oversample in plain:
-        body.append(["`oversample`, against `sync`", *_worse(plain[oversample], plain[sync])])
-    return table(["control", "seeds", "mean of all steps", "final", "hardest fifth"], body)
+    for (fault, setting), (right, base) in FAULTS:
+        if setting in by_control[fault] and base in by_control[right]:
+            row = _worse(by_control[fault][setting], by_control[right][base])
+            body.append([_told(setting, fault), _told(base, right), *row])
+    return table(["fault", "against", "seeds", "mean of all steps", "final", "hardest fifth"], body)
+
+
+def _told(setting: Setting, control: str) -> str:
+    """Return what the table of controls calls curves."""
+    parts = (f"`{setting.strategy}`", f"K = {setting.k}" if setting.k else "", control)
+    return ", ".join(filter(None, parts))
 
 
 def _worse(runs: Mapping[int, FleetCurve], plain: Mapping[int, FleetCurve]) -> list[object]:

@@ -66,14 +66,36 @@ SETTINGS: Final = (
     Setting("partial_sync", 0), Setting("dora", 4), Setting("dora", 8),
 )  # fmt: skip
 
-#: Runs that must learn worse, or the task could not tell: name -> overrides of the configuration, versions behind.
-CONTROLS: Final[dict[str, tuple[tuple[str, ...], int]]] = {
-    "": ((), 0),
-    "no correction": (("objective.weight=none",), 0),
-    "C3 broken by 12": ((), 12),
-}
+
+class Control(msgspec.Struct, frozen=True):
+    """How curves are made that are compared with one another."""
+
+    settings: tuple[Setting, ...]  #: of its curves
+    overrides: tuple[str, ...] = ()  #: of the configuration
+    behind: int = 0  #: versions by which weights are older than the tag of what they sample, which breaks C3
+    faster: float = 1.0  #: times the learning rate
+    filtered: bool = True  #: whether groups without different rewards are filtered
+
+
+SYNC, DORA, OVERSAMPLE = Setting("sync", 0), Setting("dora", 3), Setting("oversample", 0)
+UNFILTERED: Final = "no filtering"
 #: Whether the gain depends on the learning rate.
 TWICE: Final = "twice the learning rate"
+#: Name -> curves of the tail-bound fleet. "" are the curves of all fleets.
+CONTROLS: Final = {
+    "": Control(SETTINGS),
+    "no correction": Control((DORA,), ("objective.weight=none",)),
+    "C3 broken by 12": Control((DORA,), behind=12),
+    TWICE: Control((SYNC, DORA), faster=2.0),
+    UNFILTERED: Control((SYNC, OVERSAMPLE), filtered=False),
+}
+#: Faults that must show, or the task could not tell: the control with its strategy, and what is right.
+FAULTS: Final = (
+    (("no correction", DORA), ("", DORA)),
+    (("C3 broken by 12", DORA), ("", DORA)),
+    ((UNFILTERED, OVERSAMPLE), (UNFILTERED, SYNC)),
+    (("", OVERSAMPLE), ("", SYNC)),
+)
 
 
 class FleetCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,12 +153,9 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def curve_cells() -> Iterator[FleetCell]:
     """Return all curves in the order in which they are made."""
     for seed in range(SEEDS):
-        for setting in SETTINGS:
-            yield FleetCell("tail-bound", setting.strategy, setting.k, seed)
-        for control in [name for name in CONTROLS if name]:
-            yield FleetCell("tail-bound", "dora", 3, seed, control)
-        for setting in (SETTINGS[0], SETTINGS[1]):
-            yield FleetCell("tail-bound", setting.strategy, setting.k, seed, TWICE)
+        for name, control in CONTROLS.items():
+            for setting in control.settings:
+                yield FleetCell("tail-bound", setting.strategy, setting.k, seed, name)
     for seed in range(SEEDS):
         for fleet in ("paper-128", "paper-64"):
             for setting in SETTINGS:
@@ -184,10 +203,11 @@ def configuration(cell: FleetCell, calibration: Calibration, found: PlanFound) -
     """Return what a curve is made of."""
     from dora.app.learn import configured
 
-    rate = FLEETS[cell.fleet].rate * (2 if cell.control == TWICE else 1)
-    overrides, _ = CONTROLS.get(cell.control, ((), 0))
-    workload = planned(found).with_changes(lengths={"scale": calibration.scale})
-    chosen = [f"trainer.learning_rate={rate}", *overrides]
+    control = CONTROLS[cell.control]
+    rate = FLEETS[cell.fleet].rate * control.faster
+    changes = {"filter_zero_variance": control.filtered}
+    workload = planned(found).with_changes(job=changes, lengths={"scale": calibration.scale})
+    chosen = [f"trainer.learning_rate={rate}", *control.overrides]
     return configured(cells.TASKS["tail"], workload, chosen, seed=cell.seed)
 
 
@@ -275,8 +295,7 @@ def curve(cell: FleetCell, found: PlanFound, calibration: Calibration) -> FleetC
 
     config, workload = configuration(cell, calibration, found)
     begun = time.process_time()
-    _, behind = CONTROLS.get(cell.control, ((), 0))
-    every = cell.every or FLEETS[cell.fleet].every
+    every, behind = cell.every or FLEETS[cell.fleet].every, CONTROLS[cell.control].behind
     made = learn(workload, config, seed=cell.seed, show=_quiet, every=every, behind=behind)
     hard = hardest(config)
     scored = [point for point in made.points if point.rewards]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from learning import cells, document, fleet_tables, fleets, sweep_tables
 from learning.cells import Cell, LiveCell, Result
-from learning.fleets import FleetCell, FleetCurve, PlanFound, Setting
+from learning.fleets import UNFILTERED, FleetCell, FleetCurve, PlanFound, Setting
 from learning.jobs import finished
 from learning.live import from_rows
 from learning.stats import crossing, interval, paired, paired_ratio, smoothed
@@ -121,9 +121,27 @@ def test_a_control_is_compared_with_the_same_run_without_the_fault() -> None:
     good, bad = [0.2, 0.4, 0.6, 0.8, 0.8, 0.8], [0.2, 0.3, 0.4, 0.5, 0.5, 0.5]
     curves = [curve("dora", 3, seed, step_s=50.0, rewards=good) for seed in range(3)]
     curves += [curve("dora", 3, seed, step_s=50.0, rewards=bad, control="no correction") for seed in range(3)]
-    row = fleet_tables.controls_table(curves, ["no correction"]).splitlines()[2]
-    assert row.startswith("| `dora`, K = 3, no correction | 3 |")
-    assert "**-0.300 ± 0.000**" in row
+    curves += [curve("sync", 0, seed, step_s=50.0, rewards=good) for seed in range(3)]
+    curves += [curve("sync", 0, seed, step_s=50.0, rewards=bad, control=UNFILTERED) for seed in range(3)]
+    curves += [curve("oversample", 0, seed, step_s=50.0, rewards=bad, control=UNFILTERED) for seed in range(3)]
+    rows = fleet_tables.controls_table(curves).splitlines()[2:]
+    assert len(rows) == 2  # other faults have no curves
+    assert rows[0].startswith("| `dora`, K = 3, no correction | `dora`, K = 3 | 3 |")
+    assert "**-0.300 ± 0.000**" in rows[0]
+    assert rows[1].startswith("| `oversample`, no filtering | `sync`, no filtering | 3 | +0.000 ± 0.000 |")
+
+
+def test_every_control_changes_what_its_curves_are_made_of() -> None:
+    calibration = fleets.calibrate()
+    plans = {Setting(plan.strategy, plan.k): plan for plan in cells.read(fleets.PLANS, PlanFound)[:12]}
+    made = {}
+    for name, control in fleets.CONTROLS.items():
+        for setting in control.settings:
+            cell = FleetCell("tail-bound", setting.strategy, setting.k, 0, name)
+            made[name, setting] = *fleets.configuration(cell, calibration, plans[setting]), control.behind
+    found = list(made.values())
+    assert all(one not in found[:number] for number, one in enumerate(found))
+    assert not made[UNFILTERED, fleets.SYNC][1].job.filter_zero_variance
 
 
 def test_the_pairs_of_the_second_round_are_those_that_staleness_harms_least() -> None:
