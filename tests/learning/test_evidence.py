@@ -131,19 +131,6 @@ def test_a_control_is_compared_with_the_same_run_without_the_fault() -> None:
     assert rows[1].startswith("| `oversample`, no filtering | `sync`, no filtering | 3 | +0.000 ± 0.000 |")
 
 
-def test_every_control_changes_what_its_curves_are_made_of() -> None:
-    calibration = fleets.calibrate()
-    plans = {Setting(plan.strategy, plan.k): plan for plan in cells.read(fleets.PLANS, PlanFound)[:12]}
-    made = {}
-    for name, control in fleets.CONTROLS.items():
-        for setting in control.settings:
-            cell = FleetCell("tail-bound", setting.strategy, setting.k, 0, name)
-            made[name, setting] = *fleets.configuration(cell, calibration, plans[setting]), control.behind
-    found = list(made.values())
-    assert all(one not in found[:number] for number, one in enumerate(found))
-    assert not made[UNFILTERED, fleets.SYNC][1].job.filter_zero_variance
-
-
 def test_the_pairs_of_the_second_round_are_those_that_staleness_harms_least() -> None:
     results = [result(cell, 0.6 if cell.objective == "dppo" else 0.5) for cell in cells.tuning()]
     results += [

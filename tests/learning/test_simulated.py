@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from learning import cells, harness
+from learning import cells, fleets, harness
 
 from dora.app.inputs import open_inputs
 from dora.app.learn import SAVE_EVERY, LearningCurve, configured, job_of, learn
@@ -280,3 +280,16 @@ def test_the_command_prints_a_row_for_each_case_and_writes_the_curves(tmp_path: 
     assert_one_clear_error(refused, code=2, says="--learn: is not valid with --pictures, --wide and --processes")
     missing = run_to_end("simulate", str(file), "--learn", str(tmp_path / "no.toml"))
     assert_one_clear_error(missing, code=2, says="no.toml: no such file")
+
+
+def test_every_control_changes_what_its_curves_are_made_of() -> None:
+    calibration = fleets.calibrate()
+    plans = {fleets.Setting(plan.strategy, plan.k): plan for plan in cells.read(fleets.PLANS, fleets.PlanFound)[:12]}
+    made = {}
+    for name, control in fleets.CONTROLS.items():
+        for setting in control.settings:
+            cell = fleets.FleetCell("tail-bound", setting.strategy, setting.k, 0, name)
+            made[name, setting] = *fleets.configuration(cell, calibration, plans[setting]), control.behind
+    found = list(made.values())
+    assert all(one not in found[:number] for number, one in enumerate(found))
+    assert not made[fleets.UNFILTERED, fleets.SYNC][1].job.filter_zero_variance
