@@ -89,9 +89,10 @@ RISK: Final = """## What do I risk?
 
 Faults that must show, or the task could not tell good from bad. "No correction" is `objective.weight = "none"`. In
 "C3 broken by 12" answers are sampled under weights that are 12 versions older than their tag, so that neither the
-core nor the trainer sees it. `oversample` discards the slowest groups of each step, which is what C2 forbids. Where
-groups without different rewards are filtered, later steps discard few of the long ones: most short groups are filtered
-then, and the step waits for the long ones. So the two are also compared without filtering.
+core nor the trainer sees it; a correction has more to correct then. `oversample` discards the slowest groups of each
+step, which is what C2 forbids. Where groups without different rewards are filtered, later steps discard few of the
+long ones: most short groups are filtered then, and the step waits for the long ones. So the two are also compared
+without filtering.
 """
 
 SWEEP: Final = """### Objectives and corrections

@@ -79,20 +79,24 @@ class Control(msgspec.Struct, frozen=True):
 
 SYNC, DORA, OVERSAMPLE = Setting("sync", 0), Setting("dora", 3), Setting("oversample", 0)
 UNFILTERED: Final = "no filtering"
+BROKEN: Final = "C3 broken by 12"
+BROKEN_UNCORRECTED: Final = f"{BROKEN}, no correction"
 #: Whether the gain depends on the learning rate.
 TWICE: Final = "twice the learning rate"
 #: Name -> curves of the tail-bound fleet. "" are the curves of all fleets.
 CONTROLS: Final = {
     "": Control(SETTINGS),
     "no correction": Control((DORA,), ("objective.weight=none",)),
-    "C3 broken by 12": Control((DORA,), behind=12),
+    BROKEN: Control((DORA,), behind=12),
+    BROKEN_UNCORRECTED: Control((DORA,), ("objective.weight=none",), behind=12),
     TWICE: Control((SYNC, DORA), faster=2.0),
     UNFILTERED: Control((SYNC, OVERSAMPLE), filtered=False),
 }
 #: Faults that must show, or the task could not tell: the control with its strategy, and what is right.
 FAULTS: Final = (
     (("no correction", DORA), ("", DORA)),
-    (("C3 broken by 12", DORA), ("", DORA)),
+    ((BROKEN, DORA), ("", DORA)),
+    ((BROKEN_UNCORRECTED, DORA), (BROKEN, DORA)),
     ((UNFILTERED, OVERSAMPLE), (UNFILTERED, SYNC)),
     (("", OVERSAMPLE), ("", SYNC)),
 )
