@@ -62,8 +62,8 @@ Held-out reward over **simulated hours**. `python bench/learning fleets` simulat
 [SIMULATION.md](SIMULATION.md#learning-in-simulated-time) describes, with the decision core of a run: real time is not
 involved. But a real policy gives the answers, under the weights of the version with which the simulation tags them;
 its rewards decide which groups are filtered; and the trainer's own step makes each version from the very groups that
-the simulated step has. The task is `launch/configs/learning-tail.toml`: sums of 2 to 52 numbers, a fifth of them of
-14 or more, whose worked answers differ thirtyfold in length.
+the simulated step has. The task is `launch/configs/learning-tail.toml`: sums of 2 to 52 numbers, three in ten
+of them of 14 or more, whose worked answers differ thirtyfold in length.
 
 **Each strategy has its own best plan** (width of servers, split, slots, micro-batch): what `dora plan` finds for the
 answers of a policy that `sync` trains. Each real token stands for a constant number of simulated ones, chosen so that
@@ -88,11 +88,11 @@ RISK: Final = """## What do I risk?
 ### Controls
 
 Faults that must show, or the task could not tell good from bad. "No correction" is `objective.weight = "none"`. In
-"C3 broken by 12" answers are sampled under weights that are 12 versions older than their tag, so that neither the
-core nor the trainer sees it; a correction has more to correct then. `oversample` discards the slowest groups of each
-step, which is what C2 forbids. Where groups without different rewards are filtered, later steps discard few of the
-long ones: most short groups are filtered then, and the step waits for the long ones. So the two are also compared
-without filtering.
+"C3 broken by 24" answers are sampled under weights that are 24 versions older than their tag, so that neither the
+core nor the trainer sees it. Both are compared at four times the learning rate, where a version differs more from the
+next. `oversample` discards the slowest groups of each step, which is what C2 forbids: a third of them, or two thirds
+where groups without different rewards are not filtered. With the filter, later steps discard few of the long ones:
+most short groups are filtered then, and the step waits for the long ones.
 """
 
 SWEEP: Final = """### Objectives and corrections
@@ -249,7 +249,7 @@ def _fleets(found: Results) -> list[str]:
         ]
         parts += ["The plans, and what the curves took:\n", fleet_tables.plan_table(curves, plans)]
         if fleet == "tail-bound":
-            parts.append(fleet_tables.twice(found.curves))
+            parts.append(fleet_tables.fast(found.curves))
     return parts
 
 

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Final, NamedTuple
 
 from dora.sim import svg
-from learning.fleets import CONTROLS, FAULTS, FLEETS, SETTINGS, STEPS, TWICE, FleetCurve, PlanFound, Setting
+from learning.fleets import CONTROLS, FAST, FAULTS, FLEETS, SETTINGS, STEPS, FleetCurve, PlanFound, Setting
 from learning.stats import Interval, crossing, paired, paired_ratio, smoothed
 from learning.text import bold, table
 
@@ -231,9 +231,9 @@ def staleness_table(curves: Sequence[FleetCurve]) -> str:
     return table(["K", *columns], sorted(body, key=lambda row: int(str(row[0]))))
 
 
-def twice(curves: Sequence[FleetCurve]) -> str:
+def fast(curves: Sequence[FleetCurve]) -> str:
     """Say what K = 3 gains over `sync` at another learning rate."""
-    found, dora = curves_of(curves, "tail-bound", control=TWICE), Setting("dora", 3)
+    found, dora = curves_of(curves, "tail-bound", control=FAST), Setting("dora", 3)
     if SETTINGS[0] not in found or dora not in found:
         return ""
     sync = found[SETTINGS[0]]
@@ -242,7 +242,7 @@ def twice(curves: Sequence[FleetCurve]) -> str:
     said = ", ".join(f"{one.ratio} to {share:.0%}" for one, share in zip(faster, WAYS, strict=True))
     change = final_difference(found[dora], sync)
     return (
-        f"With {TWICE}, K = 3 reaches these shares of the way that many times as soon as `sync`: {said}. The final "
+        f"With {FAST}, K = 3 reaches these shares of the way that many times as soon as `sync`: {said}. The final "
         f"reward differs by {change} ({faster[0].count} seeds).\n"
     )
 

@@ -50,7 +50,7 @@ class Fleet(msgspec.Struct, frozen=True):
 
 
 #: Name of the workload -> how it is learned. The jobs of the paper make 16 updates per step.
-FLEETS: Final = {"tail-bound": Fleet(1, 2.5e-4), "paper-128": Fleet(16, 4e-5), "paper-64": Fleet(16, 4e-5)}
+FLEETS: Final = {"tail-bound": Fleet(1, 4.5e-5), "paper-128": Fleet(16, 7e-6), "paper-64": Fleet(16, 7e-6)}
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -71,32 +71,36 @@ class Control(msgspec.Struct, frozen=True):
     """How curves are made that are compared with one another."""
 
     settings: tuple[Setting, ...]  #: of its curves
+    faster: float = 1.0  #: times the learning rate
     overrides: tuple[str, ...] = ()  #: of the configuration
     behind: int = 0  #: versions by which weights are older than the tag of what they sample, which breaks C3
-    faster: float = 1.0  #: times the learning rate
     filtered: bool = True  #: whether groups without different rewards are filtered
+    surplus: float = 1.5  #: job.oversample
 
 
 SYNC, DORA, OVERSAMPLE = Setting("sync", 0), Setting("dora", 3), Setting("oversample", 0)
+#: Whether the gain depends on the learning rate; faults of DORA are compared at this rate, where they matter more.
+FAST: Final = "four times the learning rate"
+UNCORRECTED: Final = "no correction"
+BROKEN: Final = "C3 broken by 24"
+BOTH: Final = f"{BROKEN}, {UNCORRECTED}"
 UNFILTERED: Final = "no filtering"
-BROKEN: Final = "C3 broken by 12"
-BROKEN_UNCORRECTED: Final = f"{BROKEN}, no correction"
-#: Whether the gain depends on the learning rate.
-TWICE: Final = "twice the learning rate"
+_WITHOUT: Final = ("objective.weight=none",)
 #: Name -> curves of the tail-bound fleet. "" are the curves of all fleets.
 CONTROLS: Final = {
     "": Control(SETTINGS),
-    "no correction": Control((DORA,), ("objective.weight=none",)),
-    BROKEN: Control((DORA,), behind=12),
-    BROKEN_UNCORRECTED: Control((DORA,), ("objective.weight=none",), behind=12),
-    TWICE: Control((SYNC, DORA), faster=2.0),
-    UNFILTERED: Control((SYNC, OVERSAMPLE), filtered=False),
+    FAST: Control((SYNC, DORA), 4.0),
+    UNCORRECTED: Control((DORA,), 4.0, _WITHOUT),
+    BROKEN: Control((DORA,), 4.0, behind=24),
+    BOTH: Control((DORA,), 4.0, _WITHOUT, behind=24),
+    UNFILTERED: Control((SYNC, OVERSAMPLE), filtered=False, surplus=3.0),
 }
 #: Faults that must show, or the task could not tell: the control with its strategy, and what is right.
 FAULTS: Final = (
-    (("no correction", DORA), ("", DORA)),
-    ((BROKEN, DORA), ("", DORA)),
-    ((BROKEN_UNCORRECTED, DORA), (BROKEN, DORA)),
+    ((UNCORRECTED, DORA), (FAST, DORA)),
+    ((BROKEN, DORA), (FAST, DORA)),
+    ((BOTH, DORA), (BROKEN, DORA)),
+    ((BOTH, DORA), (UNCORRECTED, DORA)),
     ((UNFILTERED, OVERSAMPLE), (UNFILTERED, SYNC)),
     (("", OVERSAMPLE), ("", SYNC)),
 )
@@ -209,7 +213,7 @@ def configuration(cell: FleetCell, calibration: Calibration, found: PlanFound) -
 
     control = CONTROLS[cell.control]
     rate = FLEETS[cell.fleet].rate * control.faster
-    changes = {"filter_zero_variance": control.filtered}
+    changes = {"filter_zero_variance": control.filtered, "oversample": control.surplus}
     workload = planned(found).with_changes(job=changes, lengths={"scale": calibration.scale})
     chosen = [f"trainer.learning_rate={rate}", *control.overrides]
     return configured(cells.TASKS["tail"], workload, chosen, seed=cell.seed)
