@@ -44,7 +44,7 @@ OVER_K: Final = frozenset({"gspo", "cispo", "dppo"})
 #: Learning rates that are tried, times that of the task's file, by M: smaller ones where a step has more updates.
 RATES: Final[dict[Task, dict[int, tuple[float, ...]]]] = {
     "sums": {1: (0.5, 1.0, 2.0), 4: (0.25, 0.5, 1.0)},
-    "tail": {1: (2.0, 4.0, 8.0), 4: (1.0, 2.0, 4.0)},
+    "tail": {1: (2.0, 4.0, 8.0, 16.0), 4: (1.0, 2.0, 4.0, 8.0)},
 }
 #: Steps of a run. Later ones of `tail` are dear: most groups are then right as a whole, and replaced.
 STEPS: Final[dict[Task, int]] = {"sums": 24, "tail": 30}

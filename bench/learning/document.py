@@ -108,8 +108,9 @@ rewards any more has collapsed; its score stands for all later versions.
 which contains the effect of staleness, so they have no other weight. All bands and caps are the defaults
 ([OBJECTIVES.md](OBJECTIVES.md)).
 
-**Learning rates** were tuned without staleness and with a seed that is not used below: three for each objective and
-M. The figures are areas, and the chosen ones are bold. The factors are of the rate of the task's file.
+**Learning rates** were tuned without staleness and with a seed that is not used below; all objectives of a task had the
+same rates to choose from. The figures are areas, and the chosen ones are bold. The factors are of the rate of the
+task's file.
 """
 
 FIRST: Final = """**First round**: all pairs with K = 4, one seed; the area, of that without staleness. The order of
