@@ -89,7 +89,7 @@ RISK: Final = """## What do I risk?
 
 Faults that must show, or the task could not tell good from bad. "No correction" is `objective.weight = "none"`. In
 "C3 broken by 24" answers are sampled under weights that are 24 versions older than their tag, so that neither the
-core nor the trainer sees it. Both are compared at four times the learning rate, where a version differs more from the
+core nor the trainer sees it. Both are compared at eight times the learning rate, where a version differs more from the
 next. `oversample` discards the slowest groups of each step, which is what C2 forbids: a third of them, or two thirds
 where groups without different rewards are not filtered. With the filter, later steps discard few of the long ones:
 most short groups are filtered then, and the step waits for the long ones.

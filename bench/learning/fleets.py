@@ -79,8 +79,9 @@ class Control(msgspec.Struct, frozen=True):
 
 
 SYNC, DORA, OVERSAMPLE = Setting("sync", 0), Setting("dora", 3), Setting("oversample", 0)
-#: Whether the gain depends on the learning rate; faults of DORA are compared at this rate, where they matter more.
-FAST: Final = "four times the learning rate"
+#: Whether the gain depends on the learning rate: at this one, which is near the best of the sweep, a policy is there in a
+#: few steps. Faults of DORA are compared at it, as they matter more.
+FAST: Final = "eight times the learning rate"
 UNCORRECTED: Final = "no correction"
 BROKEN: Final = "C3 broken by 24"
 BOTH: Final = f"{BROKEN}, {UNCORRECTED}"
@@ -89,10 +90,10 @@ _WITHOUT: Final = ("objective.weight=none",)
 #: Name -> curves of the tail-bound fleet. "" are the curves of all fleets.
 CONTROLS: Final = {
     "": Control(SETTINGS),
-    FAST: Control((SYNC, DORA), 4.0),
-    UNCORRECTED: Control((DORA,), 4.0, _WITHOUT),
-    BROKEN: Control((DORA,), 4.0, behind=24),
-    BOTH: Control((DORA,), 4.0, _WITHOUT, behind=24),
+    FAST: Control((SYNC, DORA), 8.0),
+    UNCORRECTED: Control((DORA,), 8.0, _WITHOUT),
+    BROKEN: Control((DORA,), 8.0, behind=24),
+    BOTH: Control((DORA,), 8.0, _WITHOUT, behind=24),
     UNFILTERED: Control((SYNC, OVERSAMPLE), filtered=False, surplus=3.0),
 }
 #: Faults that must show, or the task could not tell: the control with its strategy, and what is right.
