@@ -79,7 +79,7 @@ class Control(msgspec.Struct, frozen=True):
 
 
 SYNC, DORA, OVERSAMPLE = Setting("sync", 0), Setting("dora", 3), Setting("oversample", 0)
-#: Whether the gain depends on the learning rate: at this one, which is near the best of the sweep, a policy is there in a
+#: Whether the gain depends on the learning rate: at this one, near the best of the sweep, a policy is there in a
 #: few steps. Faults of DORA are compared at it, as they matter more.
 FAST: Final = "eight times the learning rate"
 UNCORRECTED: Final = "no correction"
