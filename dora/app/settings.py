@@ -18,7 +18,7 @@ from dora.section import Section
 from dora.sim.answers import cap_of
 from dora.sim.server import SimulatedServer
 from dora.sim.workload import FleetModel, JobModel, LengthModel, TrainerModel, Workload
-from dora.transport.messages import Configure, TrainerSettings
+from dora.transport.messages import Configure, LoraSettings, TrainerSettings
 
 #: Number of versions for which the store needs room in addition to the K + 1 live versions: one that is being
 #: evaluated, one that is being published, and one that a push is reading.
@@ -85,7 +85,7 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
     samples_once = config.rules.in_flight is None  # otherwise tokens of a group may be sampled under several versions
     have_versions = config.num_training_nodes < 2 or config.nodes.store == "shared"  # all ranks have those they probe
     return TrainerSettings(
-        **_common(config.trainer, TrainerSettings),
+        **(_common(config.trainer, TrainerSettings) | {"lora": lora_settings(config)}),
         shard_ranks=config.shard_ranks if config.trainer.parallel.replicate > 1 else 0,
         expert_ranks=config.trainer.parallel.expert,
         context_ranks=config.trainer.parallel.context,
@@ -102,6 +102,12 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
         max_staleness=max_staleness,
         sends_logprobs=config.log.trajectories_per_step > 0,
     )
+
+
+def lora_settings(config: Config) -> LoraSettings | None:
+    """Return the adapter that is trained; None if all weights are."""
+    lora = config.trainer.lora
+    return LoraSettings(**lora.model_dump(), seed=config.run.seed) if lora.rank else None
 
 
 def drift_watch(config: Config) -> DriftWatch:

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from dora.app.checkpoint_time import checkpoint_bytes
 from dora.app.estimate import size_text
-from dora.app.settings import trainer_settings
+from dora.app.settings import lora_settings, trainer_settings
 from dora.config.schema import Config
+from dora.transport.messages import LoraSettings
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from dora.trainer.checkpointing import Mode
@@ -39,6 +40,8 @@ class _Forecast(TypedDict):
     copies_on_host: bool
     expert_ranks: int
     tensor_ranks: int
+    lora: LoraSettings | None
+    has_proximal: bool
 
 
 @dataclass(frozen=True)
@@ -152,15 +155,16 @@ def _mode(config: Config, model: Path, memory: int | None) -> Mode:
 
 def _forecast(config: Config) -> _Forecast:
     """Return the forecast's arguments about what a rank holds: policies in addition to the trained one, and experts."""
-    from dora.trainer.copies import count_copies
+    from dora.trainer.copies import count_copies, needs_proximal_adapter
 
-    count = count_copies(trainer_settings(config, max_staleness=config.max_staleness))
-    trainer = config.trainer
+    settings, trainer = trainer_settings(config, max_staleness=config.max_staleness), config.trainer
     return {
-        "copies": count,
+        "copies": count_copies(settings),
         "copies_on_host": trainer.copies == "host",
         "expert_ranks": trainer.parallel.expert,
         "tensor_ranks": trainer.parallel.tensor,
+        "lora": settings.lora,
+        "has_proximal": needs_proximal_adapter(settings),
     }
 
 
@@ -181,6 +185,7 @@ def make_trial(config: Config, model: Path, mode: Mode) -> Trial:
         checkpointing=mode,
         shared_prompts=trainer.shared_prompts,
         compiled=trainer.compile,
+        lora=lora_settings(config),
         longest=config.longest_slice,
     )
 

@@ -51,6 +51,16 @@ _WANTED = {
 #: Types of errors about a value that is none of several choices.
 _ONE_OF = ("literal_error", "union_tag_invalid")
 
+#: Settings of peft that an adapter cannot have here, and why.
+_NOT_OF_LORA = {
+    "trainer.lora.dropout": "servers drop nothing, so their log-probs would differ from those of the trainer",
+    "trainer.lora.use_dora": "SGLang has no magnitudes beside the two matrices of an adapter",
+    "trainer.lora.modules_to_save": "SGLang serves no whole modules with an adapter",
+    "trainer.lora.bias": "SGLang serves no biases with an adapter",
+    "trainer.lora.rank_pattern": "SGLang knows one rank for all of an adapter",
+    "trainer.lora.alpha_pattern": "SGLang knows one alpha for all of an adapter",
+}
+
 #: Maximum size of a file with a secret.
 MAX_SECRET_BYTES = 4_096
 
@@ -315,6 +325,8 @@ def _describe(problem: ErrorDetails, *, origins: Mapping[str, str], path: Path |
     for overridden, override in origins.items():
         if f"{key}.".startswith(f"{overridden}.") or f"{overridden}.".startswith(f"{key}."):
             where = f"{override}: "
+    if kind == "extra_forbidden" and key in _NOT_OF_LORA:
+        return [f"{where}{key}: not supported, because {_NOT_OF_LORA[key]}; remove it"]
     if kind == "extra_forbidden":
         return [f"{where}unknown key {key}; {_nearest(key, loc=problem['loc'])}"]
     if kind == "value_error":

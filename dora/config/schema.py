@@ -29,6 +29,8 @@ EMBEDDED_KV_TOKENS = 16_384
 MAX_NODES = 1 << 12
 #: Number of servers of a node without GPUs.
 CPU_NODE_SERVERS = 2
+#: Largest rank of an adapter.
+MAX_LORA_RANK = 1 << 12
 #: What the prompts of the default job ask for.
 SUMS = "Sums: a3b4c2= asks for 3 + 4 + 2; answers that end in 09 are right."
 
@@ -184,6 +186,21 @@ class ParallelConfig(Section):
     compute the same tokens, and sum activations four times a layer: for ranks with a fast link. For dense models."""
 
 
+class LoraConfig(Section):
+    """An adapter that is trained in place of the weights (LoRA, arXiv 2106.09685); docs/TRAINER.md has more."""
+
+    rank: Annotated[int, Field(ge=0, le=MAX_LORA_RANK)] = 0
+    """Rank of the product of two matrices that the adapter adds to each target: the smaller dimension of both. 0: there
+    is no adapter, and all weights are trained."""
+    alpha: Annotated[float, Field(gt=0.0)] = 32.0
+    """The product is scaled by alpha / `rank`."""
+    rslora: bool = False
+    """Scale the product by alpha / √`rank` instead (arXiv 2312.03732)."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """The linear modules that are adapted, by the last part of their names. Of a mixture of experts, only those of
+    attention can be; embeddings and head cannot."""
+
+
 class TrainerConfig(Section):
     """The torchrun trainer and its optimizer."""
 
@@ -229,6 +246,8 @@ class TrainerConfig(Section):
     """How the moments of AdamW are stored. `device`: in float32, 8 bytes for each parameter of a rank. `8bit`: in 8
     bits each, 2.02 bytes for each parameter. `host`: in the memory of the host, which then holds 16 bytes for each
     parameter; the update is computed there too."""
+    lora: LoraConfig = LoraConfig()
+    """The adapter that is trained, if any: see `[trainer.lora]`."""
     threads: Positive = 1
     """Number of torch threads per rank."""
     micro_batch_tokens: Positive = 4_096

@@ -1,0 +1,225 @@
+"""LoRA adapters of a model (arXiv 2106.09685): modules and names are those of peft.
+
+Each target, a linear module, gets two matrices beside its weight W: its output becomes that of W + scale B A. The
+weights of the model are frozen, and TRAINED is the adapter that is trained. Policies that differ from the trained one
+by their adapter alone are computed by the same modules: with PROXIMAL, a frozen copy of the adapter, or with none, as
+the model was read.
+
+Invariant: first values depend on the seed and the name of a weight alone, not on the ranks. B is zero, so that version
+0 is the model as it was read.
+Legend: R rank of the adapter, I and O input and output features of a target.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
+
+from dora.errors import ConfigError
+from dora.trainer.loading import own_block
+from dora.transport.messages import LoraSettings
+
+TRAINED: Final = "default"  # peft's name
+PROXIMAL: Final = "proximal"
+#: What a check of the model adds to a weight, relative to a weight of peft's own distribution of A.
+TRIAL: Final = 0.1
+
+
+class Factors(NamedTuple):
+    """The whole matrices of an adapted weight."""
+
+    matrix_RI: Tensor
+    matrix_OR: Tensor
+    scale: float
+    is_transposed: bool  # whether the model stores the weight as [I, O]
+
+    def added_to(self, rows: Tensor, *, start: int) -> Tensor:
+        """Return rows of the weight, from row `start` on, with the adapter; in float32 or wider."""
+        left, right = (self.matrix_RI.T, self.matrix_OR.T) if self.is_transposed else (self.matrix_OR, self.matrix_RI)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        left = left[start : start + len(rows)]
+        return torch.addmm(rows.to(wide), left.to(wide), right.to(wide), alpha=self.scale)
+
+
+class Adapters:
+    """The adapters of a model."""
+
+    def __init__(self, model: Any, settings: LoraSettings, *, has_proximal: bool = False) -> None:
+        """Add them to a model on meta, of which only TRAINED then requires gradients; ConfigError if a target cannot
+        have one."""
+        from peft import LoraConfig, inject_adapter_in_model  # takes half a second
+        from peft.tuners.lora import LoraLayer
+
+        require_targets(model, settings.targets)
+        config = LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            use_rslora=settings.rslora,
+            target_modules=list(settings.targets),
+            init_lora_weights=False,
+        )
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")  # about weights that are stored transposed
+            try:
+                inject_adapter_in_model(config, model, TRAINED, low_cpu_mem_usage=True)
+            except ValueError as err:  # what peft knows of a family
+                raise ConfigError(f"trainer.lora.targets: peft refuses {type(model).__name__}: {err}") from err
+            modules = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+            for module in modules.values() if has_proximal else ():
+                module.update_layer(PROXIMAL, settings.rank, lora_alpha=settings.alpha, config=config)
+        self.settings = settings
+        #: By the name that the adapted weight has without adapters.
+        self._modules: Mapping[str, Any] = {f"{name}.weight": module for name, module in modules.items()}
+
+    @contextmanager
+    def using(self, adapter: str | None) -> Iterator[None]:
+        """In this context, passes of the model are those with another adapter, or with none."""
+        self._switch(adapter)
+        try:
+            yield
+        finally:
+            self._switch(TRAINED)
+
+    def _switch(self, adapter: str | None) -> None:
+        for module in self._modules.values():  # peft's own methods also change which of them require gradients
+            module._disable_adapters = adapter is None
+            module._active_adapter = adapter or TRAINED
+
+    @torch.no_grad()
+    def fill(self, *, rank: int, is_trial: bool = False) -> None:
+        """Write this rank's rows of the first values: A as in peft, B zero or, in a trial, drawn too. `rank`: its
+        number in its copy of the weights. The weights must be sharded."""
+        for name, module in self._modules.items():
+            matrix_RI, matrix_OR = module.lora_A[TRAINED].weight, module.lora_B[TRAINED].weight
+            bound = 1 / math.sqrt(matrix_RI.shape[1])
+            size = TRIAL / (module.scaling[TRAINED] * math.sqrt(len(matrix_RI))) if is_trial else 0.0
+            _fill(matrix_RI, self._drawn(f"A {name}", matrix_RI.shape, bound), rank=rank)
+            _fill(matrix_OR, self._drawn(f"B {name}", matrix_OR.shape, size), rank=rank)
+
+    def _drawn(self, name: str, shape: torch.Size, bound: float) -> Tensor:
+        """Return values between -bound and bound, equal for equal seeds and names."""
+        generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{self.settings.seed} {name}".encode()))
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy this rank's rows of TRAINED to PROXIMAL."""
+        for module in self._modules.values():
+            for matrices in (module.lora_A, module.lora_B):
+                matrices[PROXIMAL].weight.to_local().copy_(matrices[TRAINED].weight.to_local())
+
+    def factors(self) -> Factored:
+        """Return access to the matrices of TRAINED; made while the weights are sharded."""
+        return Factored(self._modules)
+
+
+class Factored:
+    """The matrices of an adapter, each sharded over the ranks of a copy of the weights."""
+
+    def __init__(self, modules: Mapping[str, Any]) -> None:
+        # A module has other tensors while it is gathered.
+        self._matrices = {
+            name: (module.lora_A[TRAINED].weight.detach(), module.lora_B[TRAINED].weight.detach(), module)
+            for name, module in modules.items()
+        }
+
+    def whole(self, group: dist.ProcessGroup) -> dict[str, Factors]:
+        """Return the factors of each adapted weight; a collective. `group`: the ranks of a copy of the weights."""
+        found = {}
+        for name, (sharded_RI, sharded_OR, module) in self._matrices.items():
+            matrices = _whole(sharded_RI, group), _whole(sharded_OR, group)
+            found[name] = Factors(*matrices, module.scaling[TRAINED], module.fan_in_fan_out)
+        return found
+
+
+def write_adapter(folder: Path, factors: Mapping[str, Factors], settings: LoraSettings) -> None:
+    """Write an adapter, in float32, to a new folder that peft and servers read.
+
+    Servers scale by lora_alpha / r and may ignore `use_rslora`, so lora_alpha has the whole scale.
+    """
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,  # a path of this host says nothing elsewhere
+        "r": settings.rank,
+        "lora_alpha": settings.alpha * (math.sqrt(settings.rank) if settings.rslora else 1.0),
+        "use_rslora": False,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": any(one.is_transposed for one in factors.values()),
+        "target_modules": sorted(settings.targets),
+        "inference_mode": True,
+    }
+    tensors = {}
+    for name, one in factors.items():
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors[f"{prefix}.lora_A.weight"] = one.matrix_RI.float().contiguous()
+        tensors[f"{prefix}.lora_B.weight"] = one.matrix_OR.float().contiguous()
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
+    (folder / "adapter_model.safetensors").write_bytes(safetensors.torch.save(tensors, metadata={"format": "pt"}))
+
+
+def require_targets(model: Any, targets: tuple[str, ...]) -> None:
+    """Raise ConfigError unless each of `targets` names linear modules of this model that can be adapted."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    blocks = {name.rpartition(".")[0] for name, module in modules.items() if _has_experts(name, module)}
+    linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)}
+    inside = {name for name in linear if any(name.startswith(f"{block}.") for block in blocks)}
+    ends = {name for name in linear if modules[name] in (model.get_input_embeddings(), model.get_output_embeddings())}
+    uses = Counter(modules[name].weight for name in linear)
+    shared = {name for name in linear if uses[modules[name].weight] > 1}
+    known = ", ".join(sorted({name.rpartition(".")[2] for name in linear - inside - ends - shared}))
+    kind = type(model).__name__
+    for target in targets:
+        chosen = {name for name in modules if name == target or name.endswith(f".{target}")}
+        if chosen & {name for name, module in modules.items() if isinstance(module, nn.Embedding)} or chosen & ends:
+            raise ConfigError(
+                f"trainer.lora.targets: {target} is an embedding or the head of {kind}, which is not adapted; remove it"
+            )
+        if any(name.startswith(f"{block}.") for name in chosen for block in blocks):
+            raise ConfigError(
+                f"trainer.lora.targets: {target} is beside or inside the experts of {kind}, whose adapters would cost "
+                f"servers a third of their speed; give projections of attention only, of {known}"
+            )
+        if not chosen or not chosen <= linear:
+            raise ConfigError(f"trainer.lora.targets: {kind} has no linear module {target}; give some of {known}")
+        if chosen & shared:
+            raise ConfigError(
+                f"trainer.lora.targets: layers of {kind} share the weight of {target}, but would have adapters of "
+                "their own; remove it"
+            )
+
+
+def _has_experts(name: str, module: nn.Module) -> bool:
+    """Return whether a module is, or contains, what transformers routes tokens to."""
+    return "experts" in name.rpartition(".")[2].lower() or "experts" in type(module).__name__.lower()
+
+
+def _fill(matrix: DTensor, values: Tensor, *, rank: int) -> None:
+    rows = own_block(matrix, rank).rows
+    matrix.to_local().copy_(values[rows.start : rows.stop])
+
+
+def _whole(matrix: DTensor, group: dist.ProcessGroup) -> Tensor:
+    """Return a matrix whose rows the ranks of a group share, as FSDP2 cuts them; a collective."""
+    local = matrix.to_local()
+    mine = local.new_zeros(-(-len(matrix) // group.size()), matrix.shape[1])
+    mine[: len(local)] = local
+    parts = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(parts, mine, group=group)
+    return torch.cat(parts)[: len(matrix)]
