@@ -75,7 +75,7 @@ async def check_nodes(config: Config, report: Report) -> bool:
 
 def _time_of_checkpoint(config: Config, model: Path, link: WriteRate) -> str:
     _, outline = outline_of(config, model, None)
-    shapes = replace(Shapes.read(model), parameters=outline.parameters)
+    shapes = replace(Shapes.read(model), parameters=outline.published)
     interval = interval_s(config, shapes)
     return time_of_checkpoint(config, checkpoint_bytes(config, outline), rate=link, interval=interval)
 

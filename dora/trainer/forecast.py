@@ -118,6 +118,8 @@ class Outline:
         absent = {unit: _size(unit, divided) * (groups - 1) // groups for unit in (self._model, *layers)}
         units = [_size(unit) - absent[unit] for unit in policy.sharding_units(self._model)]
         self.parameters = _size(self._model)  #: number
+        adapters = sum(p.numel() for name, p in self._model.named_parameters() if ".lora_" in name)
+        self.published = self.parameters - adapters  #: number of those that a server has
         self._gatherable = self.parameters - absent[self._model]  # number on one rank
         self._trained = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
         self._moments = _moments(self._model, moments)
