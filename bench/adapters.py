@@ -1,8 +1,8 @@
 """What the default job learns with an adapter of rank 8, and what with all weights, each at its best learning rate.
 
-Run: python bench/adapters.py [--full]. `dora run` without a file, and its audit. The rate of each is the best of three, by
-one run each with a seed that is not used after; then one seed, three in the full profile. Learned is the mean held-out
-reward of the last LAST evaluations.
+Run: python bench/adapters.py [--full]. `dora run` without a file, and its audit. The rate of each is the best of three,
+by one run each with a seed that is not used after; then one seed, three in the full profile. Learned is the mean
+held-out reward of the last LAST evaluations.
 Ceiling: all weights trained.
 """
 
