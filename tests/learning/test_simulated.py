@@ -101,7 +101,7 @@ def test_without_staleness_a_policy_learns_what_it_learns_in_the_lag_harness() -
 
 
 def test_an_adapter_learns_in_simulated_time_and_version_0_is_without_it() -> None:
-    one = workload(k=2, steps=4)
+    one = workload(k=1, steps=2)
     every, adapter = learned(one), learned(one, "trainer.lora.rank=4", "trainer.learning_rate=1e-2")
     assert adapter.points[0].rewards == every.points[0].rewards
     assert adapter.digest != every.digest  # later answers are of the adapter
