@@ -30,8 +30,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "sum-without-the-scale",
-            "right.to(wide), alpha=self.scale)",
-            "right.to(wide))",
+            "self.scale * left[start",
+            "left[start",
             "test_versions_in_16_bits_are_rounded_once",
         ),
         (
