@@ -32,7 +32,7 @@ from dora.trainer.loading import Conversion, as_published, own_block, stacks_row
 from dora.trainer.meshes import Block
 from dora.trainer.model import Policy
 from dora.weights.file_plan import TensorSpec
-from dora.weights.merging import RECIPE, Origin, Recipe
+from dora.weights.merging import MAX_RANK, RECIPE, Origin, Recipe
 from dora.weights.store import ADAPTER
 
 
@@ -111,18 +111,18 @@ class Parts:
 
     def write_adapter(self, folder: Path) -> None:
         """Write the adapter as it was at the last `gather`, if one is trained, into the folder of a version; with a
-        recipe, if other hosts can make the weights of their copies of the model."""
+        recipe, if nodes can make the weights of their copies of the model."""
         if self._policy.adapters is not None:
-            write_adapter(folder / ADAPTER, self._factors, self._policy.adapters.settings)
-            if (recipe := self._recipe()) is not None:
-                (folder / RECIPE).write_bytes(recipe.encode())
+            settings = self._policy.adapters.settings
+            write_adapter(folder / ADAPTER, self._factors, settings)
+            adapted = [one for one in self._trained if self._factors.keys() & {*one.targets}]
+            is_copied = all(one.converter is None or stacks_rows(one.converter) for one in self._trained)
+            is_added = all(one.converter is None for one in adapted)
+            if is_copied and is_added and not self._policy.dequantised and settings.rank <= MAX_RANK:
+                (folder / RECIPE).write_bytes(self._recipe(adapted).encode())
 
-    def _recipe(self) -> Recipe | None:
-        """Return how tensors of the folder become those of a version; None if some are computed in other ways."""
-        is_copied = all(one.converter is None or stacks_rows(one.converter) for one in self._trained)
-        adapted = [one for one in self._trained if self._factors.keys() & {*one.targets}]
-        if not is_copied or self._policy.dequantised or any(one.converter is not None for one in adapted):
-            return None
+    def _recipe(self, adapted: list[Conversion]) -> Recipe:
+        """Return how tensors of the folder become those of a version."""
         held = {name: self._tensors[one.targets[0]].dtype for one in self._trained for name in one.sources}
         targets = {name: one.targets[0] for one in adapted for name in one.sources}
         return Recipe(

@@ -201,6 +201,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "another module": (of_q_proj(module="c_attn"), "the matrices of 'c_attn' do not fit 'q_proj.weight'"),
     "transposed": (of_q_proj(is_transposed=True), "do not fit"),
     "no rank": (matrices(lambda t: t.update({A: t[A][:0], B: t[B][:, :0].contiguous()})), "do not fit"),
+    "high rank": (matrices(lambda t: t.update({A: torch.zeros(129, 64), B: torch.zeros(200, 129)})), "do not fit"),
     "two ranks": (matrices(lambda t: t.update({A: t[A][:2]})), "do not fit"),
     "three dimensions": (matrices(lambda t: t.update({A: t[A][None]})), "do not fit"),
     "half matrices": (matrices(lambda t: t.update({A: t[A].half()})), "do not fit"),
