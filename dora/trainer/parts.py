@@ -32,7 +32,7 @@ from dora.trainer.loading import Conversion, as_published, own_block, stacks_row
 from dora.trainer.meshes import Block
 from dora.trainer.model import Policy
 from dora.weights.file_plan import TensorSpec
-from dora.weights.merging import MAX_RANK, RECIPE, Origin, Recipe
+from dora.weights.merging import MAX_RANK, RECIPE, MergeRecipe, Origin
 from dora.weights.store import ADAPTER
 
 
@@ -121,11 +121,11 @@ class Parts:
             if is_copied and is_added and not self._policy.dequantised and settings.rank <= MAX_RANK:
                 (folder / RECIPE).write_bytes(self._recipe(adapted).encode())
 
-    def _recipe(self, adapted: list[Conversion]) -> Recipe:
+    def _recipe(self, adapted: list[Conversion]) -> MergeRecipe:
         """Return how tensors of the folder become those of a version."""
         held = {name: self._tensors[one.targets[0]].dtype for one in self._trained for name in one.sources}
         targets = {name: one.targets[0] for one in adapted for name in one.sources}
-        return Recipe(
+        return MergeRecipe(
             scale=next(iter(self._factors.values())).scale,
             tensors=tuple(
                 Origin(

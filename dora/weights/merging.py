@@ -56,7 +56,7 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_transposed: bool = False  # whether it is stored as [inputs, outputs]
 
 
-class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MergeRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the weights of a version are made."""
 
     scale: float
@@ -93,7 +93,7 @@ class Merge:
         self._checksums = {name: checksum for name, checksum in manifest.files.items() if is_weights(name)}
         self._what = f"cannot make version {manifest.version} of {model}"
         try:
-            recipe = msgspec.json.decode(foreign.read(folder / RECIPE, max_bytes=_MAX_RECIPE_BYTES), type=Recipe)
+            recipe = msgspec.json.decode(foreign.read(folder / RECIPE, max_bytes=_MAX_RECIPE_BYTES), type=MergeRecipe)
             self._scale = recipe.scale
             self._sources = tensors_of(model)
             self._matrices = tensors_in(folder / MATRICES)

@@ -16,7 +16,7 @@ from dora.trainer.parts import Piece
 from dora.trainer.publish import make_files, write_piece
 from dora.transport.messages import LoraSettings
 from dora.weights.file_plan import INDEX, MAX_FILE_BYTES, TensorSpec, plan_files
-from dora.weights.merging import RECIPE, Origin, Recipe
+from dora.weights.merging import RECIPE, MergeRecipe, Origin
 from dora.weights.store import ADAPTER, Manifest, VersionStore
 
 RANK: Final = 4
@@ -87,7 +87,7 @@ def publish_adapted(
         adds = factors[name].added_to(tensor, start=0, dtype=DTYPES[published]) if name in factors else tensor
         write_piece(staged, plan, Piece(name, 0, adds.to(DTYPES[published])))
     write_adapter(staged / ADAPTER, factors, SETTINGS)
-    recipe = Recipe(
+    recipe = MergeRecipe(
         scale=factors["q_proj.weight"].scale,
         tensors=tuple(
             Origin(
