@@ -37,6 +37,7 @@ from dora.weights.tensors import FLOATS, Floats, Shape, StoredTensor, decode, en
 #: Name of the recipe in a version; `dora export --adapter` leaves it out.
 RECIPE: Final = f"{ADAPTER}/recipe.json"
 MATRICES: Final = f"{ADAPTER}/adapter_model.safetensors"
+_MAX_TOLD: Final = 500  # characters of an error, which may have a name of any length
 _MAX_RECIPE_BYTES: Final = 32 << 20  # 94,000 experts stored one by one take 14 MB
 #: Largest rank of an adapter with a recipe: with 128, eight cores make weights as fast as 1 Gbit/s would bring them.
 MAX_RANK: Final = 128
@@ -45,7 +46,7 @@ _BLOCK: Final = 1 << 16
 _MAX_THREADS: Final = 8  # servers need the other cores
 
 
-class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Origin(msgspec.Struct, frozen=True):
     """A tensor of a version, and how it is made of the model's tensor of the same name and shape."""
 
     name: str
@@ -56,7 +57,7 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_transposed: bool = False  # whether it is stored as [inputs, outputs]
 
 
-class MergeRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MergeRecipe(msgspec.Struct, frozen=True):
     """How the weights of a version are made."""
 
     scale: float
@@ -107,7 +108,7 @@ class Merge:
             if {*self.names} != self._checksums.keys() or num_bytes > manifest.num_bytes:
                 raise ValueError("its files would be others")
         except (ValueError, msgspec.MsgspecError, RecursionError, OSError, ConfigError) as err:
-            raise StoreError(f"{self._what}: {err}") from err
+            raise StoreError(f"{self._what}: {str(err)[:_MAX_TOLD]}") from err
 
     @property
     def names(self) -> list[str]:
