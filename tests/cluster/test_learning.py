@@ -23,7 +23,7 @@ MOST = 1.1
 #: Share of a version that its delta may take, with everything else that passes meanwhile; 0.2 if one of five is whole.
 LARGEST_DELTA = 0.1
 #: Share of a version that its adapter may take, with everything else that passes meanwhile, checkpoints among it.
-LARGEST_ADAPTER = 0.3
+LARGEST_ADAPTER = 0.1
 
 
 def test_the_default_job_learns_over_four_hosts(network: Network) -> None:
