@@ -8,6 +8,7 @@ from dora import foreign
 from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.journal.run_folder import RunFolder
+from dora.weights.merging import RECIPE
 from dora.weights.store import ADAPTER, StoreError, VersionStore, checksum_of, clear_errors
 
 
@@ -38,7 +39,11 @@ def export(
         raise ConfigError(f"{target}: already exists; choose another folder with --to")
     source, manifest = store.folder(chosen), store.manifest(chosen)
     inside = f"{ADAPTER}/"
-    chosen_files = {name: checksum for name, checksum in manifest.files.items() if name.startswith(inside) is adapter}
+    chosen_files = {
+        name: checksum
+        for name, checksum in manifest.files.items()
+        if name.startswith(inside) is adapter and name != RECIPE
+    }
     if not chosen_files:
         raise ConfigError(f"--adapter: version {chosen} of {run.root} has none, as the run trained all weights")
     with clear_errors(f"--to {target}: cannot be written", remove=target):

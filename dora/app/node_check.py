@@ -57,6 +57,7 @@ async def check_nodes(config: Config, report: Report) -> bool:
             term=0,
             token=config.trainer.token or "",
             live_bytes=live_bytes(config, model),
+            model=model,
             known={},
             removed=(),
             save=lambda known: None,

@@ -503,7 +503,8 @@ class NodesConfig(Section):
     run folder is on a file system that all nodes see at the same path."""
     deltas: Annotated[int, Field(ge=0)] = 0
     """Every how many versions a whole one is sent; in between only differences are. It saves bandwidth, not time on
-    fast networks, and needs a 16-bit `trainer.publish_dtype`. 0: all are sent whole."""
+    fast networks, and needs a 16-bit `trainer.publish_dtype`. 0: all are sent whole. With `trainer.lora`, only adapters
+    are sent."""
     checkpoints: Path | None = None
     """Folder for the trainer's checkpoints, on storage that all nodes with ranks see at this path. Unset: the run
     folder, to which the files of each rank are copied."""

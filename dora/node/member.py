@@ -317,7 +317,9 @@ class Member:
                 await self._ordered.until(lambda: bool(self._sources(version)))
                 self._receiving.add(version)
                 self._on_change()
-                await self._relay.fetch(manifest, last_known(partial(self._sources, version)), base=base)
+                await self._relay.fetch(
+                    manifest, last_known(partial(self._sources, version)), base=base, model=Path(self._paths.model)
+                )
             self._held[version] = await asyncio.to_thread(self._store.folder, version)
         finally:
             self._receiving.discard(version)

@@ -30,11 +30,15 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from dora.errors import ConfigError
+from dora.trainer.buckets import rows_in
 from dora.trainer.loading import own_block
 from dora.transport.messages import LoraSettings
+from dora.weights.merging import matrices_of
 
 TRAINED: Final = "default"  # peft's name
 PROXIMAL: Final = "proximal"
+#: Most bytes of the float64 sum of a weight and its adapter at a time, unless one row is larger.
+SUM_BYTES: Final = 8 * 2**20
 #: What a check of the model adds to a weight, relative to a weight of peft's own distribution of A.
 TRIAL: Final = 0.1
 
@@ -47,12 +51,22 @@ class Factors(NamedTuple):
     scale: float
     is_transposed: bool  # whether the model stores the weight as [I, O]
 
-    def added_to(self, rows: Tensor, *, start: int) -> Tensor:
-        """Return rows of the weight, from row `start` on, with the adapter; in float32 or wider."""
+    def added_to(self, rows: Tensor, *, start: int, dtype: torch.dtype) -> Tensor:
+        """Return rows of the weight, from row `start` on, with the adapter: in float64, rounded once to `dtype`.
+
+        Nodes compute the same bytes (dora/weights/merging.py), so products are added one after the other, in two
+        operations each: a product of matrices would add in an order of the machine's own.
+        """
         left, right = (self.matrix_RI.T, self.matrix_OR.T) if self.is_transposed else (self.matrix_OR, self.matrix_RI)
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        left = left[start : start + len(rows)]
-        return torch.addmm(rows.to(wide), left.to(wide), right.to(wide), alpha=self.scale)
+        left, right = self.scale * left[start : start + len(rows)].double(), right.double()
+        result = torch.empty_like(rows, dtype=dtype)
+        step = rows_in(SUM_BYTES, right)
+        for into, some, factors in zip(result.split(step), rows.split(step), left.split(step), strict=True):
+            total = some.double()
+            for column, row in zip(factors.T, right, strict=True):
+                total += column[:, None] * row
+            into.copy_(total)
+        return result
 
 
 class Adapters:
@@ -166,9 +180,9 @@ def write_adapter(folder: Path, factors: Mapping[str, Factors], settings: LoraSe
     }
     tensors = {}
     for name, one in factors.items():
-        prefix = f"base_model.model.{name.removesuffix('.weight')}"
-        tensors[f"{prefix}.lora_A.weight"] = one.matrix_RI.float().contiguous()
-        tensors[f"{prefix}.lora_B.weight"] = one.matrix_OR.float().contiguous()
+        name_RI, name_OR = matrices_of(name.removesuffix(".weight"))
+        tensors[name_RI] = one.matrix_RI.float().contiguous()
+        tensors[name_OR] = one.matrix_OR.float().contiguous()
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
     (folder / "adapter_model.safetensors").write_bytes(safetensors.torch.save(tensors, metadata={"format": "pt"}))

@@ -5,7 +5,7 @@ into the tensors of its experts, and a rank converts those that it has. Conversi
 tensors need them whole: they are gathered, one at a time, to the rank that will write them. So are all tensors if some
 ranks cannot write, because the folder is on another host.
 
-Where an adapter is trained, its part is added to the rows of a weight, in float32, as they are converted.
+Where an adapter is trained, its part is added to the rows of a weight, in float64, as they are converted.
 
 Invariant: every element of every tensor of the folder is written by exactly one rank, of the first copy of the weights.
 These get the published type, except those that a 16-bit or FP8 folder keeps in float32. Tensors that are not trained
@@ -32,6 +32,8 @@ from dora.trainer.loading import Conversion, as_published, own_block, stacks_row
 from dora.trainer.meshes import Block
 from dora.trainer.model import Policy
 from dora.weights.file_plan import TensorSpec
+from dora.weights.merging import MAX_RANK, RECIPE, MergeRecipe, Origin
+from dora.weights.store import ADAPTER
 
 
 class Piece(NamedTuple):
@@ -61,8 +63,9 @@ class Parts:
         self._rank, self._world_size = policy.sharding.get_local_rank(), policy.sharding.size()
         self._writers = writers
         self._tensors: dict[str, Tensor] = {}  # of the model; kept, as a module has others while it is gathered
+        self._wide = policy.plan.wide
         untrained = set(policy.plan.untrained)
-        trained = [one for one in policy.plan.conversions if not one.sources.keys() <= untrained]
+        self._trained = trained = [one for one in policy.plan.conversions if not one.sources.keys() <= untrained]
         tensors = tensors_of(policy.model)
         self._adapter = None if policy.adapters is None else policy.adapters.factors()
         self._factors: dict[str, Factors] = {}  # by name of the weight; see `gather`
@@ -107,9 +110,35 @@ class Parts:
         return kept
 
     def write_adapter(self, folder: Path) -> None:
-        """Write the adapter as it was at the last `gather` to a new folder, if one is trained."""
+        """Write the adapter as it was at the last `gather`, if one is trained, into the folder of a version; with a
+        recipe, if nodes can make the weights of their copies of the model."""
         if self._policy.adapters is not None:
-            write_adapter(folder, self._factors, self._policy.adapters.settings)
+            settings = self._policy.adapters.settings
+            write_adapter(folder / ADAPTER, self._factors, settings)
+            adapted = [one for one in self._trained if self._factors.keys() & {*one.targets}]
+            is_copied = all(one.converter is None or stacks_rows(one.converter) for one in self._trained)
+            is_added = all(one.converter is None for one in adapted)
+            if is_copied and is_added and not self._policy.dequantised and settings.rank <= MAX_RANK:
+                (folder / RECIPE).write_bytes(self._recipe(adapted).encode())
+
+    def _recipe(self, adapted: list[Conversion]) -> MergeRecipe:
+        """Return how tensors of the folder become those of a version."""
+        held = {name: self._tensors[one.targets[0]].dtype for one in self._trained for name in one.sources}
+        targets = {name: one.targets[0] for one in adapted for name in one.sources}
+        return MergeRecipe(
+            scale=next(iter(self._factors.values())).scale,
+            tensors=tuple(
+                Origin(
+                    name=spec.name,
+                    dtype=spec.dtype,
+                    shape=spec.shape,
+                    held=TYPES[held[spec.name]] if spec.name in held else spec.dtype,
+                    module=targets.get(spec.name, "").removesuffix(".weight"),
+                    is_transposed=spec.name in targets and self._factors[targets[spec.name]].is_transposed,
+                )
+                for spec in self.specs
+            ),
+        )
 
     def _rows(self, conversion: Conversion, owner: int) -> Iterator[Piece]:
         """Yield, on the owner, the rows of all ranks, some of each rank at a time."""
@@ -161,9 +190,10 @@ class Parts:
             yield Piece(of_expert, 0, self._cast(of_expert, tensor))
 
     def _with_adapter(self, target: str, rows: Tensor, row: int) -> Tensor:
-        """Return rows of a tensor, from `row` on, with what the adapter adds."""
-        factors = self._factors.get(target)
-        return rows if factors is None else factors.added_to(rows, start=row)
+        """Return rows of a tensor, from `row` on, with what the adapter adds; then in the published type."""
+        if (factors := self._factors.get(target)) is None:
+            return rows
+        return factors.added_to(rows, start=row, dtype=torch.float32 if target in self._wide else self._dtype)
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         return tensor.to(self._type(name, tensor.dtype))

@@ -38,7 +38,7 @@ from dora.trainer.parts import Parts, Piece
 from dora.trainer.side_stream import SideStream
 from dora.transport.messages import VersionWritten
 from dora.weights.file_plan import INDEX, FilePlan, plan_files
-from dora.weights.store import ADAPTER, MANIFEST, VersionStore, checksum_of, checksum_of_files, clear_errors
+from dora.weights.store import MANIFEST, VersionStore, checksum_of, checksum_of_files, clear_errors
 
 #: For one version, in case the file system hangs.
 PUBLISH_TIMEOUT_S: Final = PEER_TIMEOUT_S + 100.0
@@ -130,7 +130,7 @@ class Publisher:
         with clear_errors(f"cannot write version {version} to {root}", remove=staged):
             make_files(staged, self._plan)
             copy_model_files(self._model_path, staged, dtype=self._dtype)
-            self._parts.write_adapter(staged / ADAPTER)
+            self._parts.write_adapter(staged)
         return staged
 
     def _seal(self, version: VersionId, chain: str, written: Future[Path]) -> None:

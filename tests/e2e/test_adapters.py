@@ -44,6 +44,8 @@ def test_an_adapter_is_trained_after_a_kill_by_other_ranks_and_exported(tmp_path
     for option, target in exported.items():
         result = run_to_end("export", str(folder.root), option, "--to", str(target))
         assert result.returncode == 0, result.stderr
+    names = {path.name for path in exported["--adapter"].iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors"}
     base = AutoModelForCausalLM.from_pretrained(seed_path())
     merged = AutoModelForCausalLM.from_pretrained(exported["--merged"])
     adapted = PeftModel.from_pretrained(base, exported["--adapter"])

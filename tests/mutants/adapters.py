@@ -30,8 +30,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "sum-without-the-scale",
-            "right.to(wide), alpha=self.scale)",
-            "right.to(wide))",
+            "self.scale * left[start",
+            "left[start",
             "test_versions_in_16_bits_are_rounded_once",
         ),
         (
@@ -45,6 +45,86 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "        if chosen & shared:\n",
             "        if False:\n",
             "test_a_target_that_cannot_be_adapted_is_refused",
+        ),
+    ),
+    *of(
+        "dora/trainer/adapters.py",
+        "tests/trainer/test_adapters.py",
+        (
+            "sum-of-a-node-rounded-otherwise",
+            "                total += column[:, None] * row\n",
+            "                total += (column[:, None] * row).float()\n",
+            "test_a_node_makes_the_same_bytes_of_the_model_and_the_adapter[qwen3-float32]",
+        ),
+    ),
+    *of(
+        "dora/trainer/parts.py",
+        "tests/trainer/test_adapters.py",
+        (
+            "recipe-for-dequantised-weights",
+            "if is_copied and is_added and not self._policy.dequantised and",
+            "if is_copied and is_added and",
+            "test_weights_that_are_computed_in_other_ways_are_not_made_on_nodes[FP8]",
+        ),
+    ),
+    *of(
+        "dora/weights/merging.py",
+        "tests/weights/test_merging.py",
+        (
+            "made-weights-not-compared",
+            "if checksum_of(path) != self._checksums[name]:",
+            "if False:",
+            "test_with_another_model_versions_are_fetched_whole_and_that_is_told_once",
+        ),
+        (
+            "made-file-left-after-a-failure",
+            "            path.unlink(missing_ok=True)\n",
+            "",
+            "test_a_file_that_cannot_be_made_is_not_left",
+        ),
+        (
+            "shapes-of-a-recipe-believed",
+            "if source is None or source.shape != origin.shape:",
+            "if source is None:",
+            "test_what_is_damaged_or_hostile_is_refused_and_the_version_fetched_whole[huge]",
+        ),
+        (
+            "shapes-of-matrices-believed",
+            "or (expected[::-1] if origin.is_transposed else expected) != origin.shape",
+            "",
+            "test_what_is_damaged_or_hostile_is_refused_and_the_version_fetched_whole[another module]",
+        ),
+        (
+            "model-not-rounded-as-the-ranks-hold-it",
+            "    if dtype != origin.held:\n",
+            "    if False:\n",
+            "test_every_node_of_a_chain_makes_the_weights_of_the_adapter[F32-BF16-F32]",
+        ),
+        (
+            "released-weights-made-to-the-end",
+            "                    if stop.is_set():\n",
+            "                    if False:\n",
+            "test_a_file_that_cannot_be_made_is_not_left",
+        ),
+    ),
+    *of(
+        "dora/weights/tensors.py",
+        "tests/weights/test_merging.py",
+        (
+            "header-of-an-adapter-believed",
+            "or end > size - 8 - length:",
+            "or False:",
+            "test_what_is_damaged_or_hostile_is_refused_and_the_version_fetched_whole[claimed size]",
+        ),
+    ),
+    *of(
+        "dora/node/spread.py",
+        "tests/node/test_cluster.py",
+        (
+            "adapted-versions-with-deltas",
+            "if (manifest := self._manifests.get(version)) is not None and has_recipe(manifest):",
+            "if False:",
+            "test_a_version_with_an_adapter_is_made_of_the_model_of_each_host_and_has_no_delta",
         ),
     ),
     *of(

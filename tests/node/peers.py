@@ -97,6 +97,7 @@ async def controller(
         term=term,
         token=TOKEN,
         live_bytes=1,
+        model=tmp_path / "model",
         known=known or {},
         removed=removed,
         save=saved.append,

@@ -37,8 +37,8 @@ SETTINGS_OF_STEP: Final = {"updates": 2, "max_grad_norm": 0.05}
 STEPS: Final = 3
 
 
-def lora(targets: Sequence[str] = DENSE, *, rslora: bool = False) -> LoraSettings:
-    return LoraSettings(rank=4, alpha=12.0, rslora=rslora, targets=tuple(targets), seed=7)
+def lora(targets: Sequence[str] = DENSE, *, rank: int = 4, rslora: bool = False) -> LoraSettings:
+    return LoraSettings(rank=rank, alpha=12.0, rslora=rslora, targets=tuple(targets), seed=7)
 
 
 def answers_of(step: int) -> list[Answer]:

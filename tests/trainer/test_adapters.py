@@ -6,6 +6,7 @@ In float64, with two updates a step, so that π_o is an adapter too.
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,8 @@ from dora.trainer.logprobs import logprobs
 from dora.trainer.meshes import make_mesh
 from dora.trainer.model import Policy, build_on_meta
 from dora.weights.checkpoints import checkpoints_in
-from dora.weights.store import ADAPTER, VersionStore
+from dora.weights.merging import Merge
+from dora.weights.store import ADAPTER, Manifest, VersionStore
 from tests.families import FAMILIES as EVERY_FAMILY
 from tests.families import make_config, make_model
 from tests.trainer.peft_trainer import (
@@ -53,6 +55,7 @@ from tests.trainer.peft_trainer import (
 )
 from tests.trainer.publishing import make_publisher, write_version
 from tests.trainer.test_copies import ROW
+from tests.trainer.test_loading import fp8
 
 TOLERANCE: Final = 1e-10
 #: Dense; dense with a tied head and windows; experts, beside adapted attention; weights that are stored transposed.
@@ -379,12 +382,54 @@ def test_a_version_has_the_adapter_as_peft_reads_it_beside_the_weights_that_incl
 
 
 def test_versions_in_16_bits_are_rounded_once(alone: None, models: Path) -> None:
-    """The sum of a weight and its adapter is in float32."""
+    """The sum of a weight and its adapter is in float64."""
     policy = load(models / "qwen3", dtype=torch.bfloat16)
     move(policy, 0.01)
     name = "model.layers.0.self_attn.q_proj"
     base, a, b = (
         policy.shards()[f"{name}.{part}.weight"] for part in ("base_layer", "lora_A.default", "lora_B.default")
     )
-    expected = (base.float() + 3.0 * (b @ a)).bfloat16()
+    expected = (base.double() + 3.0 * (b.double() @ a.double())).bfloat16()
     assert torch.equal(merged(policy)[f"{name}.weight"], expected)
+
+
+def publish_one(policy: Policy, model: Path, root: Path, *, dtype: str) -> tuple[Path, Manifest]:
+    """Publish a version whose adapter is not zero."""
+    store = VersionStore(memory_root=root, durable_root=root)
+    publisher = make_publisher(policy, model, store, dtype=dtype)
+    move(policy, 0.01)
+    publisher.publish(VersionId(0), chain="")
+    publisher.close()
+    return store.folder(VersionId(0)), store.manifest(VersionId(0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_node_makes_the_same_bytes_of_the_model_and_the_adapter(
+    alone: None, models: Path, family: str, dtype: str, tmp_path: Path
+) -> None:
+    """Of dense models and of stacked experts, with tied and with transposed weights."""
+    held = torch.float32 if family == "gemma3_text" else getattr(torch, dtype)
+    policy = load(models / family, dtype=held, targets=FAMILIES[family][1].targets, rslora=True)
+    folder, manifest = publish_one(policy, models / family, tmp_path, dtype=dtype)
+    expected = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").unlink()
+    merge = Merge(models / family, folder, manifest)
+    assert merge.names == ["model.safetensors"]
+    merge.write("model.safetensors", stop=threading.Event())
+    assert (folder / "model.safetensors").read_bytes() == expected
+    assert expected != (models / family / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["FP8", "joined rows", "high rank"])
+def test_weights_that_are_computed_in_other_ways_are_not_made_on_nodes(alone: None, kind: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    make_model("olmo_hybrid" if kind == "joined rows" else "qwen3").save_pretrained(model)
+    if kind == "FP8":
+        fp8(model)
+    policy = load(model, targets=["down_proj"], rank=129 if kind == "high rank" else 4)
+    _, manifest = publish_one(policy, model, tmp_path / "versions", dtype="float32")
+    assert {name for name in manifest.files if name.startswith(ADAPTER)} == {
+        f"{ADAPTER}/adapter_config.json",
+        f"{ADAPTER}/adapter_model.safetensors",
+    }
