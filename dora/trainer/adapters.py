@@ -151,17 +151,18 @@ class Factored:
             for name, module in modules.items()
         }
 
-    def whole(self, group: dist.ProcessGroup) -> dict[str, Factors]:
-        """Return the factors of each adapted weight; a collective. `group`: the ranks of a copy of the weights."""
+    def whole(self, group: dist.ProcessGroup, *, dtype: torch.dtype) -> dict[str, Factors]:
+        """Return the factors of each adapted weight, in the published type `dtype`; a collective. `group`: the ranks of
+        a copy of the weights."""
         found = {}
         for name, (sharded_RI, sharded_OR, module) in self._matrices.items():
-            matrices = _whole(sharded_RI, group), _whole(sharded_OR, group)
+            matrices = _whole(sharded_RI, group).to(dtype), _whole(sharded_OR, group).to(dtype)
             found[name] = Factors(*matrices, module.scaling[TRAINED], module.fan_in_fan_out)
         return found
 
 
 def write_adapter(folder: Path, factors: Mapping[str, Factors], settings: LoraSettings) -> None:
-    """Write an adapter, in float32, to a new folder that peft and servers read.
+    """Write an adapter to a new folder that peft and servers read.
 
     Servers scale by lora_alpha / r and may ignore `use_rslora`, so lora_alpha has the whole scale.
     """
@@ -181,8 +182,8 @@ def write_adapter(folder: Path, factors: Mapping[str, Factors], settings: LoraSe
     tensors = {}
     for name, one in factors.items():
         name_RI, name_OR = matrices_of(name.removesuffix(".weight"))
-        tensors[name_RI] = one.matrix_RI.float().contiguous()
-        tensors[name_OR] = one.matrix_OR.float().contiguous()
+        tensors[name_RI] = one.matrix_RI.contiguous()
+        tensors[name_OR] = one.matrix_OR.contiguous()
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
     (folder / "adapter_model.safetensors").write_bytes(safetensors.torch.save(tensors, metadata={"format": "pt"}))

@@ -101,7 +101,7 @@ class Parts:
         if self._policy.copy_number:
             return kept
         if self._adapter is not None:
-            self._factors = self._adapter.whole(self._policy.sharding.get_group())
+            self._factors = self._adapter.whole(self._policy.sharding.get_group(), dtype=self._dtype)
         for number, conversion in enumerate(self._gathered):
             owner = number % self._writers
             is_of_rows = conversion.converter is None and not self._has_columns(conversion)

@@ -127,7 +127,7 @@ class Merge:
             expected = (*matrix_OR.shape[:1], *matrix_RI.shape[1:])
             if (
                 not len(matrix_RI.shape) == len(matrix_OR.shape) == len(origin.shape) == 2
-                or not matrix_RI.dtype == matrix_OR.dtype == "F32"
+                or not {matrix_RI.dtype, matrix_OR.dtype} <= FLOATS
                 or not 0 < matrix_RI.shape[0] == matrix_OR.shape[1] <= MAX_RANK
                 or (expected[::-1] if origin.is_transposed else expected) != origin.shape
             ):

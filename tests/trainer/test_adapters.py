@@ -382,14 +382,14 @@ def test_a_version_has_the_adapter_as_peft_reads_it_beside_the_weights_that_incl
 
 
 def test_versions_in_16_bits_are_rounded_once(alone: None, models: Path) -> None:
-    """The sum of a weight and its adapter is in float64."""
+    """The sum of a weight and its adapter, which is published in these bits too, is in float64."""
     policy = load(models / "qwen3", dtype=torch.bfloat16)
     move(policy, 0.01)
     name = "model.layers.0.self_attn.q_proj"
     base, a, b = (
         policy.shards()[f"{name}.{part}.weight"] for part in ("base_layer", "lora_A.default", "lora_B.default")
     )
-    expected = (base.double() + 3.0 * (b.double() @ a.double())).bfloat16()
+    expected = (base.double() + 3.0 * (b.bfloat16().double() @ a.bfloat16().double())).bfloat16()
     assert torch.equal(merged(policy)[f"{name}.weight"], expected)
 
 
