@@ -28,13 +28,14 @@ from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.trainer import model as policy_module
 from dora.trainer.adapters import PROXIMAL, Adapters
-from dora.trainer.copies import FrozenPolicy, OfAdapter, count_copies, load_reference, needs_proximal_adapter
+from dora.trainer.copies import FrozenPolicy, OfAdapter, count_copies, frozen_adapters, load_reference
 from dora.trainer.forecast import trial_row
 from dora.trainer.forward_check import check_training
 from dora.trainer.layouts import layout_of
 from dora.trainer.logprobs import logprobs
 from dora.trainer.meshes import make_mesh
 from dora.trainer.model import Policy, build_on_meta
+from dora.transport.messages import LoraSettings
 from dora.weights.checkpoints import checkpoints_in
 from dora.weights.store import ADAPTER, VersionStore
 from tests.families import FAMILIES as EVERY_FAMILY
@@ -46,9 +47,11 @@ from tests.trainer.peft_trainer import (
     Found,
     PeftTrainer,
     answers_of,
+    begun,
     difference,
     lora,
     merged,
+    stored_in,
     train,
 )
 from tests.trainer.publishing import make_publisher, write_version
@@ -62,6 +65,8 @@ FAMILIES: Final[dict[str, tuple[dict[str, Any], Any]]] = {
     "qwen2_moe": ({}, lora(ATTENTION)),
     "gpt2": ({}, lora(("c_attn", "c_fc"))),
 }
+#: Family, and whether training begins with an adapter that peft wrote.
+CASES: Final = (*((family, False) for family in FAMILIES), ("gemma3_text", True), ("gpt2", True))
 
 
 class Ranks(NamedTuple):
@@ -83,7 +88,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("adapted")
     for family, (changes, _) in FAMILIES.items():
         make_model(family, **changes).save_pretrained(root / family)
+    for family, begins in CASES:
+        settings_of(root, family, begins)
     return root
+
+
+def settings_of(models: Path, family: str, begins: bool) -> LoraSettings:
+    settings = FAMILIES[family][1]
+    return begun(models / family, settings) if begins else settings
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +108,14 @@ def alone() -> Iterator[None]:
 
 
 def off(found: Found, folder: Path, settings: Any) -> float:
-    """The largest difference from a plain loop: of the adapter after each step, and of what is published."""
+    """The largest difference from a plain loop: of the adapter after each step, of what is published, and of the
+    reference at the end, which is the model of the beginning."""
+    if settings.begins_with:
+        assert all(
+            torch.equal(found.first[name].float(), tensor) for name, tensor in stored_in(settings.begins_with).items()
+        )
     plain = PeftTrainer(folder, settings, found.first)
-    differences = []
+    differences = [float((found.reference - plain.row()).abs().max())]
     for step in range(STEPS):
         plain.step(answers_of(step), step=step, updates=2)
         differences.append(difference(found.adapters[step], plain.adapter()))
@@ -110,9 +127,11 @@ def off(found: Found, folder: Path, settings: Any) -> float:
     return max(*differences, difference({name: found.merged[name] for name in known}, known))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_rank_trains_and_publishes_what_a_plain_loop_over_peft_does(alone: None, models: Path, family: str) -> None:
-    settings = FAMILIES[family][1]
+@pytest.mark.parametrize(("family", "begins"), CASES)
+def test_one_rank_trains_and_publishes_what_a_plain_loop_over_peft_does(
+    alone: None, models: Path, family: str, begins: bool
+) -> None:
+    settings = settings_of(models, family, begins)
     assert off(train(models / family, settings), models / family, settings) < TOLERANCE
 
 
@@ -124,18 +143,19 @@ def _rank(rank: int, root: Path, models: Path) -> None:
     for number, ranks in enumerate(SEVERAL):
         if rank < ranks.count:
             begin(root / f"several-{number}", rank, ranks)
-            for family, (_, settings) in FAMILIES.items():
+            for family, begins in CASES:
                 found = train(
-                    models / family, settings, shard_ranks=ranks.shard_ranks, gathered=ranks.gathered
+                    models / family, settings_of(models, family, begins), shard_ranks=ranks.shard_ranks,
+                    gathered=ranks.gathered,
                 )  # fmt: skip
-                keep(found, root / f"{family}-{number}.pt")
+                keep(found, root / f"{family}-{begins}-{number}.pt")
             end()
     for step, ranks in enumerate(MOVED):
         if rank < ranks.count:
             begin(root / f"moved-{step}", rank, ranks)
             found = train(
-                models / "qwen3", FAMILIES["qwen3"][1], shard_ranks=ranks.shard_ranks, gathered=ranks.gathered,
-                steps=[step], checkpoints=root / "checkpoints",
+                models / "gpt2", settings_of(models, "gpt2", True), shard_ranks=ranks.shard_ranks,
+                gathered=ranks.gathered, steps=[step], checkpoints=root / "checkpoints",
             )  # fmt: skip
             keep(found, root / "moved.pt")
             end()
@@ -150,7 +170,7 @@ def begin(store: Path, rank: int, ranks: Ranks) -> None:
 
 def keep(found: Found, path: Path) -> None:
     if dist.get_rank() == 0:
-        torch.save((found.first, found.adapters, found.merged), path)
+        torch.save((found.first, found.adapters, found.merged, found.reference), path)
 
 
 def end() -> None:
@@ -169,22 +189,23 @@ def played(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.deep
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "begins"), CASES)
 def test_several_ranks_train_and_publish_what_a_plain_loop_over_peft_does(
-    played: Path, models: Path, family: str
+    played: Path, models: Path, family: str, begins: bool
 ) -> None:
     for number, ranks in enumerate(SEVERAL):
-        found = Found(*torch.load(played / f"{family}-{number}.pt", weights_only=True))
-        assert off(found, models / family, FAMILIES[family][1]) < TOLERANCE, ranks
+        found = Found(*torch.load(played / f"{family}-{begins}-{number}.pt", weights_only=True))
+        assert off(found, models / family, settings_of(models, family, begins)) < TOLERANCE, ranks
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(600)
 def test_steps_from_checkpoints_of_other_ranks_are_the_same(played: Path, models: Path, alone: None) -> None:
-    expected = train(models / "qwen3", FAMILIES["qwen3"][1])
+    expected = train(models / "gpt2", settings_of(models, "gpt2", True))
     found = Found(*torch.load(played / "moved.pt", weights_only=True))
     assert difference(found.adapters[-1], expected.adapters[-1]) < TOLERANCE
     assert difference(found.merged, expected.merged) < TOLERANCE
+    assert (found.reference - expected.reference).abs().max() < TOLERANCE
 
 
 # ---- one rank -------------------------------------------------------------------------------------------------------
@@ -193,7 +214,7 @@ def test_steps_from_checkpoints_of_other_ranks_are_the_same(played: Path, models
 def load(folder: Path, *, dtype: torch.dtype = torch.float32, gathered: bool = True, **changes: Any) -> Policy:
     policy_module.MASTER_DTYPE = torch.float32
     policy_module.GATHERED_BYTES = 2**31 if gathered else 0
-    return Policy(folder, mesh=make_mesh("cpu"), dtype=dtype, lora=lora(**changes), has_proximal=True)
+    return Policy(folder, mesh=make_mesh("cpu"), dtype=dtype, lora=lora(**changes), frozen_adapters=("proximal",))
 
 
 def move(policy: Policy, by: float) -> None:
@@ -251,7 +272,7 @@ def test_only_a_reference_of_another_folder_is_a_copy(kl: float, reference: str,
     objective = f'{{"kl_coefficient": {kl}, "kl_reference": "{reference}"}}' if kl else "{}"
     settings = msgspec.structs.replace(SETTINGS, lora=lora(), updates=2, objective=objective)
     assert count_copies(settings) == copies
-    assert needs_proximal_adapter(settings)
+    assert frozen_adapters(settings) == (PROXIMAL,)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
