@@ -116,7 +116,7 @@ def off(found: Found, folder: Path, settings: Any) -> float:
         )
     plain = PeftTrainer(folder, settings, found.first)
     differences = [float((found.reference - plain.row()).abs().max())]
-    for step in range(STEPS):
+    for step in range(len(found.adapters)):
         plain.step(answers_of(step), step=step, updates=2)
         differences.append(difference(found.adapters[step], plain.adapter()))
     assert all(tensor.abs().max() > 1e-3 for tensor in plain.adapter().values())  # B is no longer zero
@@ -132,7 +132,8 @@ def test_one_rank_trains_and_publishes_what_a_plain_loop_over_peft_does(
     alone: None, models: Path, family: str, begins: bool
 ) -> None:
     settings = settings_of(models, family, begins)
-    assert off(train(models / family, settings), models / family, settings) < TOLERANCE
+    found = train(models / family, settings, steps=range(1 if begins else STEPS))
+    assert off(found, models / family, settings) < TOLERANCE
 
 
 # ---- several ranks --------------------------------------------------------------------------------------------------
