@@ -54,7 +54,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "idle-adapters-accepted",
             "    _require_effect(policy, expected)\n",
             "",
-            "test_the_check_of_the_model_uses_an_adapter_that_has_an_effect_and_leaves_the_new_one",
+            "test_the_check_of_the_model_uses_an_adapter_that_has_an_effect_and_leaves_the_first_one",
         ),
     ),
     *of(
