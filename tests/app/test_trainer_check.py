@@ -17,6 +17,7 @@ from dora.config.load import load
 from dora.trainer.forecast import FITS
 from dora.trainer.score import score
 from tests.families import make_model
+from tests.trainer.peft_trainer import begun, lora
 
 MIB = 2**20
 
@@ -60,6 +61,19 @@ def test_the_loaded_model_gives_the_log_probs_of_the_model_folder(model: Path) -
     with ExitStack() as stack:
         ours = check_trainer(config, model, stack).score(sequences, prompt_lengths=prompts)
     for mine, theirs in zip(ours, score(model, sequences, prompt_lengths=prompts, temperature=0.7), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+
+
+def test_the_log_probs_compared_with_servers_are_those_of_the_model_without_the_adapter(model: Path) -> None:
+    """Servers have the model until version 0 is pushed."""
+    targets = ("q_proj", "o_proj")
+    adapter = begun(model, lora(targets)).begins_with
+    of_adapter = [f"model.adapter={adapter}", "trainer.lora.rank=4", "trainer.lora.alpha=12"]
+    config = load(None, [*of_adapter, f"trainer.lora.targets={[*targets]}"], environ={})
+    sequences, prompts = [[1, 2, 3, 4], [5, 6, 7]], [2, 1]
+    with ExitStack() as stack:
+        ours = check_trainer(config, model, stack).score(sequences, prompt_lengths=prompts)
+    for mine, theirs in zip(ours, score(model, sequences, prompt_lengths=prompts, temperature=1.0), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
 
