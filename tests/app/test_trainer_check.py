@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 
 from dora.app import trainer_check
 from dora.app.trainer_check import check_trainer
@@ -17,7 +18,6 @@ from dora.config.load import load
 from dora.trainer.forecast import FITS
 from dora.trainer.score import score
 from tests.families import make_model
-from tests.trainer.peft_trainer import begun, lora
 
 MIB = 2**20
 
@@ -64,12 +64,14 @@ def test_the_loaded_model_gives_the_log_probs_of_the_model_folder(model: Path) -
         np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
 
-def test_the_log_probs_compared_with_servers_are_those_of_the_model_without_the_adapter(model: Path) -> None:
+def test_the_log_probs_compared_with_servers_are_those_of_the_model_without_the_adapter(
+    model: Path, tmp_path: Path
+) -> None:
     """Servers have the model until version 0 is pushed."""
-    targets = ("q_proj", "o_proj")
-    adapter = begun(model, lora(targets)).begins_with
-    of_adapter = [f"model.adapter={adapter}", "trainer.lora.rank=4", "trainer.lora.alpha=12"]
-    config = load(None, [*of_adapter, f"trainer.lora.targets={[*targets]}"], environ={})
+    peft = LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(make_model("qwen3"), peft).save_pretrained(tmp_path, save_embedding_layers=False)
+    changes = [f"model.adapter={tmp_path}", "trainer.lora.rank=4", "trainer.lora.targets=['q_proj']"]
+    config = load(None, changes, environ={})
     sequences, prompts = [[1, 2, 3, 4], [5, 6, 7]], [2, 1]
     with ExitStack() as stack:
         ours = check_trainer(config, model, stack).score(sequences, prompt_lengths=prompts)
