@@ -35,7 +35,7 @@ class StoredAdapter:
         if missing := sorted(shapes.keys() - found):
             raise ConfigError(f"{FIELD}: {self._folder} lacks {missing[0]}{_others(missing)}")
         if extra := sorted(found - shapes.keys()):
-            raise ConfigError(f"{FIELD}: {self._folder} has {extra[0][:200]}{_others(extra)}, for no target's weight")
+            raise ConfigError(f"{FIELD}: {self._folder} has {extra[0][:200]!r}{_others(extra)}, for no target's weight")
         for name, shape in shapes.items():
             stored = self._file.get_slice(name)
             if stored.get_shape() != [*shape] or stored.get_dtype() not in _TYPES:
