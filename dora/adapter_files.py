@@ -26,12 +26,12 @@ FIELD: Final = "model.adapter"
 
 #: Settings of peft that an adapter cannot have here, and why.
 UNSUPPORTED: Final = {
-    "use_dora": "SGLang has no magnitudes beside the two matrices of an adapter",
-    "modules_to_save": "SGLang serves no whole modules with an adapter",
-    "bias": "SGLang serves no biases with an adapter",
-    "lora_bias": "SGLang serves no biases with an adapter",
-    "rank_pattern": "SGLang knows one rank for all of an adapter",
-    "alpha_pattern": "SGLang knows one alpha for all of an adapter",
+    "use_dora": "servers have no magnitudes beside the two matrices of an adapter",
+    "modules_to_save": "servers take no whole modules with an adapter",
+    "bias": "servers take no biases with an adapter",
+    "lora_bias": "servers take no biases with an adapter",
+    "rank_pattern": "servers know one rank for all of an adapter",
+    "alpha_pattern": "servers know one alpha for all of an adapter",
     "layers_to_transform": "the targets of all layers are adapted",
     "layers_pattern": "the targets of all layers are adapted",
     "exclude_modules": "all modules with the name of a target are adapted",
