@@ -212,7 +212,7 @@ def adapted(loaded: Any, folder: Path) -> Any:
     from peft import LoraConfig, get_peft_model
 
     ours = Policy(folder, mesh=make_mesh("cpu"), dtype=torch.float32, lora=LORA)
-    config = LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=list(LORA.targets))  # type: ignore[arg-type]
+    config = LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=list(LORA.targets))
     model = get_peft_model(loaded, config)
     theirs = dict(model.named_parameters())
     for name, shard in ours.trained().items():

@@ -47,7 +47,7 @@ async def check_nodes(config: Config, report: Report) -> bool:
     if not config.nodes.expected:
         raise ConfigError("--nodes: nodes.expected is 0, so the run has no nodes; set it")
     config = await asyncio.to_thread(fetch_small, config)  # names the commit, so that all nodes have the same
-    model, _ = await fetch_models(config, tell=partial(report, "download"))
+    model = (await fetch_models(config, tell=partial(report, "download"))).model
     with tempfile.TemporaryDirectory(prefix="dora-check-") as folder:
         root = Path(folder)
         store = VersionStore(memory_root=root / "versions", durable_root=root / "versions")

@@ -107,7 +107,9 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
 def lora_settings(config: Config) -> LoraSettings | None:
     """Return the adapter that is trained; None if all weights are."""
     lora = config.trainer.lora
-    return LoraSettings(**lora.model_dump(), seed=config.run.seed) if lora.rank else None
+    if not lora.rank:
+        return None
+    return LoraSettings(**lora.model_dump(), seed=config.run.seed, begins_with=config.model.adapter)
 
 
 def drift_watch(config: Config) -> DriftWatch:
@@ -164,6 +166,7 @@ class RankPaths:
 
     model: Path
     reference: Path | None  #: of the reference policy; None: version 0
+    adapter: Path | None  #: that version 0 has; None: none
     memory_root: Path
     durable_root: Path
     checkpoints: Path  #: folder of this run's checkpoints
@@ -180,12 +183,14 @@ class RankPaths:
         model: Path,
         memory_root: Path,
         reference: Path | None = None,
+        adapter: Path | None = None,
         resume_from: Sequence[Path] = (),
     ) -> Self:
         """Return the paths of ranks on the controller's host."""
         return cls(
             model=model,
             reference=reference,
+            adapter=adapter,
             memory_root=memory_root.resolve(),
             durable_root=folder.versions.resolve(),
             checkpoints=folder.checkpoints.resolve(),
@@ -204,10 +209,13 @@ def configure_message(
     epoch: int,
     max_staleness: int,
 ) -> Configure:
-    """Return the first message to a rank, to which the reference policy is a folder of its host."""
+    """Return the first message to a rank, to which reference policy and first adapter are folders of its host."""
     if paths.reference is not None:
         objective = config.objective.model_copy(update={"kl_reference": str(paths.reference)})
         config = config.model_copy(update={"objective": objective})
+    if paths.adapter is not None:
+        model = config.model.model_copy(update={"adapter": str(paths.adapter)})
+        config = config.model_copy(update={"model": model})
     return Configure(
         run_id=run_id,
         model_path=str(paths.model),

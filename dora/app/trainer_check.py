@@ -41,7 +41,7 @@ class _Forecast(TypedDict):
     expert_ranks: int
     tensor_ranks: int
     lora: LoraSettings | None
-    has_proximal: bool
+    frozen_adapters: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class CheckedTrainer:
     checkpoint_bytes: int
 
     def score(self, sequences: Sequence[Sequence[int]], *, prompt_lengths: Sequence[int]) -> list[NDArray[np.float32]]:
-        """Return the log-probs of each sequence's tokens after the prompt, as the trainer computes them."""
+        """Return the log-probs of each sequence's tokens after the prompt, as the trainer computes them under
+        `model.path`, which servers start from."""
         trainer, temperature = self.config.trainer, self.config.rollout.temperature
         if self.trial is not None:
             return self.trial.score(
@@ -155,7 +156,7 @@ def _mode(config: Config, model: Path, memory: int | None) -> Mode:
 
 def _forecast(config: Config) -> _Forecast:
     """Return the forecast's arguments about what a rank holds: policies in addition to the trained one, and experts."""
-    from dora.trainer.copies import count_copies, needs_proximal_adapter
+    from dora.trainer.copies import count_copies, frozen_adapters
 
     settings, trainer = trainer_settings(config, max_staleness=config.max_staleness), config.trainer
     return {
@@ -164,7 +165,7 @@ def _forecast(config: Config) -> _Forecast:
         "expert_ranks": trainer.parallel.expert,
         "tensor_ranks": trainer.parallel.tensor,
         "lora": settings.lora,
-        "has_proximal": needs_proximal_adapter(settings),
+        "frozen_adapters": frozen_adapters(settings),
     }
 
 

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from dora.adapter_files import UNSUPPORTED
 from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.objectives.presets import PRESETS
@@ -52,13 +53,8 @@ _WANTED = {
 _ONE_OF = ("literal_error", "union_tag_invalid")
 
 #: Settings of peft that an adapter cannot have here, and why.
-_NOT_OF_LORA = {
+_NOT_OF_LORA = {f"trainer.lora.{name}": why for name, why in UNSUPPORTED.items()} | {
     "trainer.lora.dropout": "servers drop nothing, so their log-probs would differ from those of the trainer",
-    "trainer.lora.use_dora": "SGLang has no magnitudes beside the two matrices of an adapter",
-    "trainer.lora.modules_to_save": "SGLang serves no whole modules with an adapter",
-    "trainer.lora.bias": "SGLang serves no biases with an adapter",
-    "trainer.lora.rank_pattern": "SGLang knows one rank for all of an adapter",
-    "trainer.lora.alpha_pattern": "SGLang knows one alpha for all of an adapter",
 }
 
 #: Maximum size of a file with a secret.

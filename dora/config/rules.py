@@ -98,6 +98,11 @@ def _lora_problems(config: Config) -> Iterator[str]:
         for key, field in type(lora).model_fields.items():
             if getattr(lora, key) != field.default:
                 yield f"trainer.lora.{key}: has no effect with trainer.lora.rank = 0; remove it, or set a rank"
+        if config.model.adapter:
+            yield (
+                "model.adapter: only a run that trains an adapter begins with one; set trainer.lora.rank to its rank, "
+                "or merge it into model.path"
+            )
         return
     if not lora.targets or "all-linear" in lora.targets:
         yield (

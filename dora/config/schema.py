@@ -70,6 +70,10 @@ class ModelConfig(Section):
     revision: str = ""
     """Branch, tag or commit of an id on the hub. A run records and keeps the commit that it began with. Empty: the
     default branch."""
+    adapter: str = ""
+    """Folder of an adapter of this model, as peft and `dora export --adapter` write it, with which training begins:
+    version 0 is the model with the adapter, and so is the reference policy. Rank, scale and targets must be those of
+    `[trainer.lora]`. Empty: a new adapter, which adds nothing at first."""
     thinking: bool | None = None
     """Value of the chat template's `enable_thinking` switch. Unset: the template's own default."""
 

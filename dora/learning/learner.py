@@ -24,7 +24,7 @@ from dora import files, foreign
 from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.trainer.checkpoint import Saver, Storage
-from dora.trainer.copies import needs_proximal_adapter
+from dora.trainer.copies import frozen_adapters
 from dora.trainer.forward_check import check_training
 from dora.trainer.meeting import Meeting
 from dora.trainer.meshes import make_mesh
@@ -153,7 +153,7 @@ class Learner:
             mesh=make_mesh("cpu"),
             dtype=torch.float32,
             lora=settings.lora,
-            has_proximal=needs_proximal_adapter(settings),
+            frozen_adapters=frozen_adapters(settings),
         )
         self.versions = VersionsInMemory(policy)
         saved = checkpoints_in(folder)[-1:] if folder is not None else []

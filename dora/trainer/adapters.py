@@ -2,11 +2,11 @@
 
 Each target, a linear module, gets two matrices beside its weight W: its output becomes that of W + scale B A. The
 weights of the model are frozen, and TRAINED is the adapter that is trained. Policies that differ from the trained one
-by their adapter alone are computed by the same modules: with PROXIMAL, a frozen copy of the adapter, or with none, as
-the model was read.
+by their adapter alone are computed by the same modules: with PROXIMAL, a frozen copy of the adapter, with REFERENCE,
+the one that training began with, or with none, as the model was read.
 
-Invariant: first values depend on the seed and the name of a weight alone, not on the ranks. B is zero, so that version
-0 is the model as it was read.
+Invariant: first values are those of a folder, or depend on the seed and the name of a weight alone, not on the ranks. B
+is zero then, so that version 0 is the model as it was read.
 Legend: R rank of the adapter, I and O input and output features of a target.
 """
 
@@ -16,10 +16,10 @@ import json
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import safetensors.torch
 import torch
@@ -29,14 +29,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
+from dora.adapter_files import CONFIG, WEIGHTS, stored_name
 from dora.errors import ConfigError
 from dora.trainer.buckets import rows_in
 from dora.trainer.loading import own_block
+from dora.trainer.stored_adapter import StoredAdapter
 from dora.transport.messages import LoraSettings
-from dora.weights.merging import matrices_of
 
 TRAINED: Final = "default"  # peft's name
 PROXIMAL: Final = "proximal"
+REFERENCE: Final = "reference"
 #: Most bytes of the float64 sum of a weight and its adapter at a time, unless one row is larger.
 SUM_BYTES: Final = 8 * 2**20
 #: What a check of the model adds to a weight, relative to a weight of peft's own distribution of A.
@@ -72,9 +74,11 @@ class Factors(NamedTuple):
 class Adapters:
     """The adapters of a model."""
 
-    def __init__(self, model: Any, settings: LoraSettings, *, has_proximal: bool = False) -> None:
-        """Add them to a model on meta, of which only TRAINED then requires gradients; ConfigError if a target cannot
-        have one."""
+    def __init__(self, model: Any, settings: LoraSettings, *, frozen: Collection[str] = ()) -> None:
+        """Add TRAINED and the `frozen` ones to a model on meta, of which only TRAINED then requires gradients.
+
+        ConfigError if a target cannot have one, or if the folder that training begins with has another one.
+        """
         from peft import LoraConfig, inject_adapter_in_model  # takes half a second
         from peft.tuners.lora import LoraLayer
 
@@ -93,11 +97,14 @@ class Adapters:
             except ValueError as err:  # what peft knows of a family
                 raise ConfigError(f"trainer.lora.targets: peft refuses {type(model).__name__}: {err}") from err
             modules = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-            for module in modules.values() if has_proximal else ():
-                module.update_layer(PROXIMAL, settings.rank, lora_alpha=settings.alpha, config=config)
+            for module in modules.values():
+                for adapter in frozen:
+                    module.update_layer(adapter, settings.rank, lora_alpha=settings.alpha, config=config)
         self.settings = settings
         #: By the name that the adapted weight has without adapters.
         self._modules: Mapping[str, Any] = {f"{name}.weight": module for name, module in modules.items()}
+        if settings.begins_with:
+            self._stored()
 
     @contextmanager
     def using(self, adapter: str | None) -> Iterator[None]:
@@ -113,10 +120,34 @@ class Adapters:
             module._disable_adapters = adapter is None
             module._active_adapter = adapter or TRAINED
 
+    def _stored(self) -> StoredAdapter:
+        """Open the folder that training begins with; ConfigError unless it has this adapter."""
+        shapes = {
+            stored_name(name, part): matrices[TRAINED].weight.shape
+            for name, module in self._modules.items()
+            for part, matrices in _parts(module)
+        }
+        return StoredAdapter(self.settings, shapes)
+
     @torch.no_grad()
-    def fill(self, *, rank: int, is_trial: bool = False) -> None:
-        """Write this rank's rows of the first values: A as in peft, B zero or, in a trial, drawn too. `rank`: its
-        number in its copy of the weights. The weights must be sharded."""
+    def fill(self, *, rank: int) -> None:
+        """Write this rank's rows of the first values, of TRAINED and, if it is there, of REFERENCE. `rank`: its number
+        in its copy of the weights. The weights must be sharded. ConfigError if a value is not finite."""
+        if not self.settings.begins_with:
+            self.draw(rank=rank)
+            return
+        stored = self._stored()
+        for name, module in self._modules.items():
+            for part, matrices in _parts(module):
+                rows = stored.rows(stored_name(name, part), own_block(matrices[TRAINED].weight, rank).rows)
+                for adapter in (TRAINED, REFERENCE):
+                    if adapter in matrices:
+                        matrices[adapter].weight.to_local().copy_(rows)
+
+    @torch.no_grad()
+    def draw(self, *, rank: int, is_trial: bool = False) -> None:
+        """Write this rank's rows of a new TRAINED: A as in peft, B zero or, in a trial, drawn too. `rank`: as in
+        `fill`."""
         for name, module in self._modules.items():
             matrix_RI, matrix_OR = module.lora_A[TRAINED].weight, module.lora_B[TRAINED].weight
             bound = 1 / math.sqrt(matrix_RI.shape[1])
@@ -181,12 +212,11 @@ def write_adapter(folder: Path, factors: Mapping[str, Factors], settings: LoraSe
     }
     tensors = {}
     for name, one in factors.items():
-        name_RI, name_OR = matrices_of(name.removesuffix(".weight"))
-        tensors[name_RI] = one.matrix_RI.contiguous()
-        tensors[name_OR] = one.matrix_OR.contiguous()
+        tensors[stored_name(name, "A")] = one.matrix_RI.contiguous()
+        tensors[stored_name(name, "B")] = one.matrix_OR.contiguous()
     folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
-    (folder / "adapter_model.safetensors").write_bytes(safetensors.torch.save(tensors, metadata={"format": "pt"}))
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True))
+    (folder / WEIGHTS).write_bytes(safetensors.torch.save(tensors, metadata={"format": "pt"}))
 
 
 def require_targets(model: Any, targets: tuple[str, ...]) -> None:
@@ -223,6 +253,12 @@ def require_targets(model: Any, targets: tuple[str, ...]) -> None:
 def _has_experts(name: str, module: nn.Module) -> bool:
     """Return whether a module is, or contains, what transformers routes tokens to."""
     return "experts" in name.rpartition(".")[2].lower() or "experts" in type(module).__name__.lower()
+
+
+def _parts(module: Any) -> Iterator[tuple[Literal["A", "B"], Any]]:
+    """Yield the two matrices of an adapted module, each by adapter."""
+    yield "A", module.lora_A
+    yield "B", module.lora_B
 
 
 def _fill(matrix: DTensor, values: Tensor, *, rank: int) -> None:

@@ -1,8 +1,8 @@
 """The policies that the trained policy is compared with: the proximal and the reference policy, in the same process.
 
 Where an adapter is trained, the proximal policy differs from the policy by its adapter alone. So does the reference,
-unless it has a folder of its own: version 0 is the policy without the adapter. Both are then passes of the policy's own
-modules, and nothing is copied but the adapter.
+unless it has a folder of its own: version 0 is the policy without the adapter or, if training began with one, with that
+one. Both are then passes of the policy's own modules, and nothing is copied but adapters.
 
 All three see the same rows of the same micro-batches, one after the other (periodic asynchrony, arXiv 2511.18871), so
 that no pass waits for a whole batch. Their layout over the ranks, kernels and temperature are the same: with equal
@@ -22,7 +22,7 @@ from dora.core.ids import VersionId
 from dora.errors import ConfigError, InvariantViolation
 from dora.objectives.objective import Objective
 from dora.objectives.settings import ObjectiveConfig
-from dora.trainer.adapters import PROXIMAL, Adapters
+from dora.trainer.adapters import PROXIMAL, REFERENCE, Adapters
 from dora.trainer.loading import tensors_of
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, ShardedModel
@@ -127,7 +127,8 @@ class OtherPolicies:
                 path = Path(reference or order.model_path)
                 self._reference = load_reference(path, policy=policy, on_host=on_host)
             else:
-                self._reference = OfAdapter(policy, adapters, adapter=None)
+                adapter = REFERENCE if adapters.settings.begins_with else None
+                self._reference = OfAdapter(policy, adapters, adapter=adapter)
 
     def begin_step(self, version: VersionId) -> None:
         """Copy the weights of the policy, which are those of `version`, to the proximal policy."""
@@ -159,9 +160,16 @@ def count_copies(settings: TrainerSettings) -> int:
     return objective.needs_copy(settings.updates) + objective.needs_reference
 
 
-def needs_proximal_adapter(settings: TrainerSettings) -> bool:
-    """Return whether a rank holds the adapter of the proximal policy."""
-    return settings.lora is not None and _objective(settings).needs_copy(settings.updates)
+def frozen_adapters(settings: TrainerSettings) -> tuple[str, ...]:
+    """Return the adapters that a rank holds in addition to the trained one."""
+    if settings.lora is None:
+        return ()
+    objective = _objective(settings)
+    needed = {
+        PROXIMAL: objective.needs_copy(settings.updates),
+        REFERENCE: objective.needs_reference and settings.lora.begins_with and not objective.settings.kl_reference,
+    }
+    return tuple(adapter for adapter, is_needed in needed.items() if is_needed)
 
 
 def _objective(settings: TrainerSettings) -> Objective:

@@ -14,7 +14,7 @@ divide matrices are forecast with less to gather, and with all that a pass of wh
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Collection, Container
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -93,11 +93,11 @@ class Outline:
         expert_ranks: int = 1,
         tensor_ranks: int = 1,
         lora: LoraSettings | None = None,
-        has_proximal: bool = False,
+        frozen_adapters: Collection[str] = (),
     ) -> None:
         """`dtype`: of the computation. `moments`: of the optimizer on the device. `copies`: number of policies in
         addition to the trained one (dora/trainer/copies.py). `expert_ranks`: that divide the experts, of whose tokens
-        each is assumed to get as many. `lora`, `has_proximal`: see `ShardedModel`.
+        each is assumed to get as many. `lora`, `frozen_adapters`: see `ShardedModel`.
 
         ConfigError if the folder has no model that can be trained in this way.
         """
@@ -105,7 +105,7 @@ class Outline:
         self._copies_on_host = copies_on_host
         self._model = policy.build_on_meta(load_config(model_path), dtype)
         if lora is not None:
-            Adapters(self._model, lora, has_proximal=has_proximal)
+            Adapters(self._model, lora, frozen=frozen_adapters)
             self._model.enable_input_require_grads()  # so that the first layer keeps what the others do
         layers = list(policy.decoder_layers(self._model))
         if expert_ranks > 1:
@@ -232,7 +232,7 @@ def choose_mode(
     expert_ranks: int = 1,
     tensor_ranks: int = 1,
     lora: LoraSettings | None = None,
-    has_proximal: bool = False,
+    frozen_adapters: Collection[str] = (),
 ) -> tuple[Mode, Forecast]:
     """Return the first mode of checkpointing whose forecast fits in `memory` bytes, or else the last one."""
     for mode in MODES:
@@ -246,7 +246,7 @@ def choose_mode(
             expert_ranks=expert_ranks,
             tensor_ranks=tensor_ranks,
             lora=lora,
-            has_proximal=has_proximal,
+            frozen_adapters=frozen_adapters,
         )
         found = outline.forecast(tokens=tokens, longest=longest, ranks=ranks)
         if found.total <= FITS * memory:

@@ -9,7 +9,7 @@ In 16 bits rounding hides such state, above all under untrained weights: packing
 their rounding. So the same rows are computed once more with other tokens in every second sequence. Shapes, kernels and
 rounding are the same, so the log-probs of the unchanged sequences must stay the same too.
 
-An adapter that is new, and so has no effect, is replaced by another one at the start.
+An adapter may be new, and so have no effect: at the start, another one is in its place.
 
 A row in which the sequences share their prompts is checked likewise. If only that fails, prompts are not shared.
 Where several ranks divide each row, they divide those of the check too; a sequence alone is computed by every rank.

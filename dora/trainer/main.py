@@ -29,7 +29,7 @@ from dora.trainer.attention_gpu import describe
 from dora.trainer.checkpoint import Saver, Storage
 from dora.trainer.checkpointing import MODES, Mode
 from dora.trainer.context import make_context
-from dora.trainer.copies import count_copies, needs_proximal_adapter
+from dora.trainer.copies import count_copies, frozen_adapters
 from dora.trainer.forecast import choose_mode
 from dora.trainer.forward_check import check_training
 from dora.trainer.full_disk import print_error
@@ -114,7 +114,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
             activation_checkpointing=mode,
             compiled=settings.compile,
             lora=settings.lora,
-            has_proximal=needs_proximal_adapter(settings),
+            frozen_adapters=frozen_adapters(settings),
         )
         checked = check_training(
             policy,
@@ -175,7 +175,7 @@ def _checkpointing(order: Configure, device: torch.device) -> tuple[Mode, str]:
             expert_ranks=settings.expert_ranks,
             tensor_ranks=settings.tensor_ranks,
             lora=settings.lora,
-            has_proximal=needs_proximal_adapter(settings),
+            frozen_adapters=frozen_adapters(settings),
         )
         chosen.fill_(MODES.index(mode))
         figures = f"a rank is forecast to take {found.total / 2**30:.1f} of {int(memory) / 2**30:.1f} GB"

@@ -11,7 +11,7 @@ Both are correct, because every rank gets the same number of micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -74,11 +74,11 @@ class ShardedModel:
         activation_checkpointing: checkpointing.Mode = "none",
         compiled: bool = False,
         lora: LoraSettings | None = None,
-        has_proximal: bool = False,
+        frozen_adapters: Collection[str] = (),
     ) -> None:
         """`dtype`: of the computation, and of the shards if they are `frozen`; trained shards are float32.
 
-        `lora`: the adapter that is trained in place of the weights. `has_proximal`: there is a frozen copy of it.
+        `lora`: the adapter that is trained in place of the weights. `frozen_adapters`: those beside it.
 
         `on_host`: the shards are in pinned host memory, and FSDP2 copies those of a layer to the device before it runs.
         """
@@ -93,7 +93,7 @@ class ShardedModel:
             #: Of which only one is trained; None: there is none, and all weights are trained.
             self.adapters: Adapters | None = None
             if lora is not None:
-                add = partial(Adapters, self.model, lora, has_proximal=has_proximal)
+                add = partial(Adapters, self.model, lora, frozen=frozen_adapters)
                 self.adapters = together(add, device=self.device)
             self.gathered = stays_gathered(self.model)
             wide = self.plan.wide if lora else frozenset()  # their values are published as they were read
@@ -127,7 +127,7 @@ class ShardedModel:
             _materialize(self.model, device=self.device, shards_on=torch.device("cpu") if on_host else self.device)
             together(lambda: self.load_shards(folder), device=self.device)
             if self.adapters is not None:
-                self.adapters.fill(rank=self.sharding.get_local_rank())
+                together(partial(self.adapters.fill, rank=self.sharding.get_local_rank()), device=self.device)
             keeps = dist.get_rank() == 0 and not frozen
             #: What rank 0 publishes as it was read, by name; a copy, since a folder may change
             self.untrained = {name: folder.read(name).clone() for name in self.plan.untrained if keeps}
@@ -195,15 +195,18 @@ class Policy(ShardedModel):
 
     @contextmanager
     def trial_adapter(self) -> Iterator[None]:
-        """In this context, a new adapter is not zero, so that a check of the model is one of its adapter too."""
-        self._fill_adapter(is_trial=True)
+        """In this context, the adapter is one that is not zero, so that a check of the model is one of its adapter
+        too."""
+        if self.adapters is None:
+            yield
+            return
+        before = {name: shard.clone() for name, shard in self.trained().items()}
+        self.reshard()
+        self.adapters.draw(rank=self.sharding.get_local_rank(), is_trial=True)
         yield
-        self._fill_adapter(is_trial=False)
-
-    def _fill_adapter(self, *, is_trial: bool) -> None:
-        if self.adapters is not None:
-            self.reshard()
-            self.adapters.fill(rank=self.sharding.get_local_rank(), is_trial=is_trial)
+        self.reshard()
+        for name, shard in self.trained().items():
+            shard.copy_(before[name])
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:

@@ -92,13 +92,15 @@ class Trial:
         temperature: float,
         fp32_head: bool,
     ) -> list[NDArray[np.float32]]:
-        """Return the log-probs of each sequence's tokens after the prompt; see `dora.trainer.score`."""
-        return score_with(
-            self._policy.model,
-            self.checked.layout,
-            sequences,
-            prompt_lengths=prompt_lengths,
-            temperature=temperature,
-            device=self._policy.device,
-            fp32_head=fp32_head,
-        )
+        """Return the log-probs of each sequence's tokens after the prompt, without an adapter; see
+        `dora.trainer.score`."""
+        with self._policy.without_adapter():
+            return score_with(
+                self._policy.model,
+                self.checked.layout,
+                sequences,
+                prompt_lengths=prompt_lengths,
+                temperature=temperature,
+                device=self._policy.device,
+                fp32_head=fp32_head,
+            )

@@ -42,6 +42,7 @@ class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rslora: bool
     targets: tuple[str, ...]
     seed: int  # of the run: its first values are drawn from it
+    begins_with: str = ""  # folder of an adapter that has the first values; "": they are drawn
 
 
 class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

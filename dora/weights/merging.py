@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dora import foreign
+from dora.adapter_files import WEIGHTS, stored_name
 from dora.errors import ConfigError
 from dora.weights.file_plan import ITEM_BYTES, PlannedFile, TensorSpec, plan_files
 from dora.weights.store import ADAPTER, Manifest, StoreError, checksum_of, clear_errors
@@ -36,7 +37,7 @@ from dora.weights.tensors import FLOATS, Floats, Shape, StoredTensor, decode, en
 
 #: Name of the recipe in a version; `dora export --adapter` leaves it out.
 RECIPE: Final = f"{ADAPTER}/recipe.json"
-MATRICES: Final = f"{ADAPTER}/adapter_model.safetensors"
+MATRICES: Final = f"{ADAPTER}/{WEIGHTS}"
 _MAX_TOLD: Final = 500  # characters of an error, which may have a name of any length
 _MAX_RECIPE_BYTES: Final = 32 << 20  # 94,000 experts stored one by one take 14 MB
 #: Largest rank of an adapter with a recipe: with 128, eight cores make weights as fast as 1 Gbit/s would bring them.
@@ -76,12 +77,6 @@ def has_recipe(manifest: Manifest) -> bool:
 def is_weights(name: str) -> bool:
     """Return whether a file of a version is made, if there is a recipe; the others are small."""
     return name.endswith(".safetensors") and "/" not in name
-
-
-def matrices_of(module: str) -> tuple[str, str]:
-    """Return the names of the matrices A and B in the file of an adapter."""
-    prefix = f"base_model.model.{module}"
-    return f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"
 
 
 class Merge:
@@ -134,7 +129,7 @@ class Merge:
                 raise ValueError(f"the matrices of {origin.module!r} do not fit {origin.name!r}")
 
     def _matrices_of(self, origin: Origin) -> tuple[StoredTensor, StoredTensor]:
-        name_RI, name_OR = matrices_of(origin.module)
+        name_RI, name_OR = stored_name(origin.module, "A"), stored_name(origin.module, "B")
         if name_RI not in self._matrices or name_OR not in self._matrices:
             raise ValueError(f"the adapter has no matrices of {origin.module!r}")
         return self._matrices[name_RI], self._matrices[name_OR]

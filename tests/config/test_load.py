@@ -299,6 +299,10 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
             "task.rewards.1.buffer: 0 tokens; overlong needs 1 to 160 (rollout.max_new_tokens)",
         ),
         (["trainer.lora.alpha=16"], "trainer.lora.alpha: has no effect with trainer.lora.rank = 0"),
+        (
+            ["model.adapter=folder"],
+            "model.adapter: only a run that trains an adapter begins with one; set trainer.lora",
+        ),
         (["trainer.lora.rank=8", "trainer.lora.targets=[]"], "trainer.lora.targets: write out the names"),
         (["trainer.lora.rank=8", "trainer.lora.targets=['all-linear']"], "trainer.lora.targets: write out the names"),
         (["trainer.lora.rank=8", "trainer.optimizer=muon"], "trainer.optimizer: muon would orthogonalize"),

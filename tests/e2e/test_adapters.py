@@ -59,6 +59,47 @@ def test_an_adapter_is_trained_after_a_kill_by_other_ranks_and_exported(tmp_path
     assert all(torch.equal(version_0[name], tensor.float()) for name, tensor in start.items())
 
 
+def test_a_run_begins_with_the_adapter_of_another_and_is_resumed_with_the_same_one_only(tmp_path: Path) -> None:
+    """The exported adapter of rsLoRA has the whole scale in lora_alpha; the reference is the first adapter."""
+    lora = {"trainer__lora__rank": 4, "trainer__lora__rslora": True, "trainer__learning_rate": 1e-3}
+    with Run(*small(tmp_path, run__steps=2, **lora)) as run:
+        assert run.end() == 0, run.told()
+        before = run.folder
+    adapter = tmp_path / "adapter"
+    result = run_to_end("export", str(before.root), "--adapter", "--to", str(adapter))
+    assert result.returncode == 0, result.stderr
+
+    others = {"trainer__ranks": 2, "trainer__checkpoint_every": 2, "objective__kl_coefficient": 0.01}
+    job = small(tmp_path, run__steps=4, model__adapter=str(adapter), **lora, **others)
+    checked = run_to_end("check", *job)
+    assert checked.returncode == 0, checked.stderr
+    assert "server and trainer agree under model.path, without model.adapter (" in checked.stdout
+    with Run(*job) as run:
+        folder = run.folder
+        run.until_trained(3)
+        run.process.kill()
+        run.end()
+    last = load_file(before.versions / "v000002" / "model.safetensors")
+    first = load_file(folder.versions / "v000000" / "model.safetensors")
+    assert last.keys() == first.keys()
+    for name, tensor in last.items():
+        torch.testing.assert_close(first[name], tensor, rtol=1e-5, atol=1e-6)
+
+    weights = adapter / "adapter_model.safetensors"
+    stored = weights.read_bytes()
+    weights.write_bytes(stored[:-1] + bytes([stored[-1] ^ 1]))
+    result = run_to_end("run", "--resume", str(folder.root), *settings(status__port=0))
+    assert result.returncode == 1
+    assert f"or model.adapter: {adapter} is not its adapter; restore it" in result.stderr
+    weights.write_bytes(stored)
+    with Run("--resume", str(folder.root), *settings(status__port=0, trainer__ranks=1)) as run:
+        assert run.end() == 0, run.told()
+    assert_audit_clean(folder)
+    rows = [row["trainer"] for row in read_rows(folder.metrics, kind="step")]
+    assert rows[0]["all/kl_reference"] < 1e-6 < rows[-1]["all/kl_reference"]
+    assert all(row.get("engine_mismatch_k3", 0.0) < 1e-6 for row in rows)
+
+
 def test_a_run_without_an_adapter_has_none_to_export(tmp_path: Path) -> None:
     with Run(*small(tmp_path, run__steps=1)) as run:
         assert run.end() == 0, run.told()

@@ -11,6 +11,18 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "dora/trainer/adapters.py",
         "tests/trainer/test_adapters.py",
         (
+            "reference-left-as-it-was-allocated",
+            "                for adapter in (TRAINED, REFERENCE):\n",
+            "                for adapter in (TRAINED,):\n",
+            "test_the_reference_of_what_begins_with_an_adapter_is_that_adapter",
+        ),
+        (
+            "first-adapter-drawn-in-place-of-the-folder",
+            "        if not self.settings.begins_with:\n            self.draw",
+            "        if True:\n            self.draw",
+            "test_one_rank_trains_and_publishes_what_a_plain_loop_over_peft_does[gpt2-True]",
+        ),
+        (
             "adapter-not-switched-off",
             "            module._disable_adapters = adapter is None\n",
             "",
@@ -20,7 +32,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "proximal-adapter-not-copied",
             "matrices[PROXIMAL].weight.to_local().copy_(matrices[TRAINED].weight.to_local())",
             "pass",
-            "test_one_rank_trains_and_publishes_what_a_plain_loop_over_peft_does[qwen3]",
+            "test_one_rank_trains_and_publishes_what_a_plain_loop_over_peft_does[qwen3-False]",
         ),
         (
             "new-adapter-not-zero-after-the-check",
@@ -134,7 +146,107 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "idle-adapters-accepted",
             "    _require_effect(policy, expected)\n",
             "",
-            "test_the_check_of_the_model_uses_an_adapter_that_has_an_effect_and_leaves_the_new_one",
+            "test_the_check_of_the_model_uses_an_adapter_that_has_an_effect_and_leaves_the_first_one",
+        ),
+    ),
+    *of(
+        "dora/trainer/model.py",
+        "tests/trainer/test_adapters.py",
+        (
+            "trial-adapter-kept-after-the-check",
+            "            shard.copy_(before[name])\n",
+            "            pass\n",
+            "test_the_check_of_the_model_uses_an_adapter_that_has_an_effect_and_leaves_the_first_one",
+        ),
+    ),
+    *of(
+        "dora/trainer/copies.py",
+        "tests/trainer/test_adapters.py",
+        (
+            "reference-without-the-first-adapter",
+            "REFERENCE if adapters.settings.begins_with else None",
+            "None",
+            "test_one_rank_trains_and_publishes_what_a_plain_loop_over_peft_does[gpt2-True]",
+        ),
+        (
+            "reference-is-the-trained-adapter",
+            "REFERENCE if adapters.settings.begins_with else None",
+            "'default' if adapters.settings.begins_with else None",
+            "test_one_rank_trains_and_publishes_what_a_plain_loop_over_peft_does[gpt2-True]",
+        ),
+    ),
+    *of(
+        "dora/trainer/stored_adapter.py",
+        "tests/trainer/test_adapters.py",
+        (
+            "missing-matrices-accepted",
+            "        if missing := sorted(shapes.keys() - found):\n",
+            "        if missing := []:\n",
+            "test_values_that_do_not_fit_are_refused_by_name",
+        ),
+        (
+            "other-matrices-ignored",
+            "        if extra := sorted(found - shapes.keys()):\n",
+            "        if extra := []:\n",
+            "test_values_that_do_not_fit_are_refused_by_name",
+        ),
+        (
+            "values-that-are-no-numbers-trained",
+            "        if not math.isfinite(found.float().abs().amax()):",
+            "        if False:",
+            "test_values_that_do_not_fit_are_refused_by_name",
+        ),
+    ),
+    *of(
+        "dora/adapter_files.py",
+        "tests/app/test_adapter_files.py",
+        (
+            "other-scales-accepted",
+            '        problems.append(\n            f"trainer.lora.alpha',
+            '        _ = (\n            f"trainer.lora.alpha',
+            "test_each_difference_is_a_line_that_says_what_to_set",
+        ),
+        (
+            "settings-compared-in-place-of-scales",
+            "_divisor(found.r, rslora=found.use_rslora)",
+            "_divisor(found.r, rslora=rslora)",
+            "test_effective_scales_are_compared_not_settings",
+        ),
+        (
+            "unknown-settings-of-peft-ignored",
+            "        if key not in _KNOWN and value and",
+            "        if key in UNSUPPORTED and value and",
+            "test_other_configurations_are_refused",
+        ),
+    ),
+    *of(
+        "dora/app/inputs.py",
+        "tests/app/test_adapter_files.py",
+        (
+            "adapter-not-in-the-lineage",
+            'digest + (adapter_digest(inputs.adapter) if inputs.adapter is not None else "")',
+            "digest",
+            "test_its_files_are_part_of_what_training_starts_from",
+        ),
+    ),
+    *of(
+        "dora/app/prepare.py",
+        "tests/app/test_adapter_files.py",
+        (
+            "adapter-forgotten-without-a-trainer",
+            "    if rollout_only and inputs.adapter is not None:\n",
+            "    if False:\n",
+            "test_without_a_trainer_nothing_would_add_it_to_the_weights",
+        ),
+    ),
+    *of(
+        "dora/trainer/trial.py",
+        "tests/app/test_trainer_check.py",
+        (
+            "check-compares-the-adapter-with-servers-of-the-model",
+            "        with self._policy.without_adapter():\n",
+            "        if True:\n",
+            "test_the_log_probs_compared_with_servers_are_those_of_the_model_without_the_adapter",
         ),
     ),
     *of(

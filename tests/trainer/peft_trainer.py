@@ -12,33 +12,60 @@ import msgspec
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from dora.trainer import model as policy_module
 from dora.trainer.checkpoint import Saver
+from dora.trainer.copies import frozen_adapters
 from dora.trainer.meshes import make_mesh
 from dora.trainer.model import Policy
-from dora.trainer.packing import Layout
+from dora.trainer.packing import Layout, Row
 from dora.trainer.parts import Parts
 from dora.trainer.resharding import Arrangement
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, LoraSettings
 from dora.weights.checkpoints import checkpoints_in
-from tests.trainer.conftest import SETTINGS, Answer, PlainTrainer, in_history, make_batch, make_groups
+from tests.trainer.conftest import SETTINGS, TIS_CAP, Answer, PlainTrainer, in_history, make_batch, make_groups
 from tests.trainer.publishing import Unpublished, whole
+from tests.trainer.test_copies import ROW
 from tests.trainer.test_layouts_exact import InFloat64, waves_of, with_eager_experts
 from tests.trainer.test_resharding import storage_in
 
 ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 DENSE: Final = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
-#: Two updates a step: the second one needs π_o.
-SETTINGS_OF_STEP: Final = {"updates": 2, "max_grad_norm": 0.05}
+#: Two updates a step: the second one needs π_o. The reference has no effect that could be seen, but is computed.
+SETTINGS_OF_STEP: Final = {
+    "updates": 2, "max_grad_norm": 0.05, "objective": f'{{"weight_high": {TIS_CAP}, "kl_coefficient": 1e-30}}'
+}  # fmt: skip
 STEPS: Final = 3
 
 
 def lora(targets: Sequence[str] = DENSE, *, rank: int = 4, rslora: bool = False) -> LoraSettings:
     return LoraSettings(rank=rank, alpha=12.0, rslora=rslora, targets=tuple(targets), seed=7)
+
+
+def begun(folder: Path, settings: LoraSettings) -> LoraSettings:
+    """Have training begin with an adapter that peft writes, beside the folder of the model."""
+    adapter = folder.with_name(f"{folder.name}-adapter")
+    if not adapter.exists():
+        model = _with_adapter(AutoModelForCausalLM.from_pretrained(folder), settings)
+        generator = torch.Generator().manual_seed(5)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data.normal_(std=0.05, generator=generator)
+        model.save_pretrained(adapter, save_embedding_layers=False)
+    return msgspec.structs.replace(settings, begins_with=str(adapter))
+
+
+def stored_in(adapter: str | Path) -> dict[str, Tensor]:
+    """The matrices in a folder, by the names that they have in the trainer."""
+    tensors = load_file(Path(adapter) / "adapter_model.safetensors")
+    return {
+        name.removeprefix("base_model.model.").replace(".weight", ".default.weight"): tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def answers_of(step: int) -> list[Answer]:
@@ -55,6 +82,7 @@ class Found:
     first: dict[str, Tensor]  # of the adapter
     adapters: list[dict[str, Tensor]] = field(default_factory=list)  # after each step
     merged: dict[str, Tensor] = field(default_factory=dict)  # what would be published at the end
+    reference: Tensor = field(default_factory=lambda: torch.empty(0))  # [P] log-probs of ROW under it, at the end
 
 
 def train(
@@ -71,12 +99,14 @@ def train(
     policy_module.MASTER_DTYPE = torch.float64
     policy_module.load_config = with_eager_experts
     policy_module.GATHERED_BYTES = 2**31 if gathered else 0
+    of_trainer = msgspec.structs.replace(SETTINGS, **SETTINGS_OF_STEP, lora=settings)
     policy = Policy(
-        folder, mesh=make_mesh("cpu", shard_ranks=shard_ranks), dtype=torch.float64, lora=settings, has_proximal=True
-    )
+        folder, mesh=make_mesh("cpu", shard_ranks=shard_ranks), dtype=torch.float64, lora=settings,
+        frozen_adapters=frozen_adapters(of_trainer),
+    )  # fmt: skip
     order = Configure(
         run_id="lora", model_path=str(folder), memory_root="", durable_root="", checkpoints=str(checkpoints or ""),
-        settings=msgspec.structs.replace(SETTINGS, **SETTINGS_OF_STEP, lora=settings),
+        settings=of_trainer,
         resume_from=tuple(map(str, checkpoints_in(checkpoints)[-1:])) if checkpoints else (),
         may_start_over=False, chain=f"{0:032x}", epoch=0, fence="",
     )  # fmt: skip
@@ -99,6 +129,8 @@ def train(
         trainer.save_checkpoint()
     trainer.close()
     found.merged = merged(policy)
+    with InFloat64():
+        found.reference = trainer.reference(ROW)
     return found
 
 
@@ -123,6 +155,11 @@ class Exact(Trainer):
         with InFloat64():
             super()._check_again(weights)
 
+    def reference(self, row: Row) -> Tensor:
+        found = self._copies.reference(row)
+        assert found is not None
+        return found
+
 
 class Silent:
     """In place of a connection."""
@@ -141,13 +178,7 @@ class PeftTrainer(PlainTrainer):
         plain = AutoModelForCausalLM.from_pretrained(
             folder, config=with_eager_experts(folder), dtype=torch.float64, attn_implementation="eager"
         )
-        config = LoraConfig(
-            r=settings.rank, lora_alpha=settings.alpha, use_rslora=settings.rslora,  # type: ignore[arg-type]
-            target_modules=list(settings.targets), lora_dropout=0.0,
-        )  # fmt: skip
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about weights that are stored transposed
-            self.model = get_peft_model(plain, config)
+        self.model = _with_adapter(plain, settings)
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.parameters = {name.removeprefix("base_model.model."): p for name, p in trained.items()}
         assert self.parameters.keys() == first.keys()
@@ -162,11 +193,29 @@ class PeftTrainer(PlainTrainer):
         with InFloat64():
             return super()._logprobs(a)
 
+    @torch.no_grad()
+    def row(self) -> Tensor:
+        """[P] log-probs of ROW, whose sequences are computed one by one."""
+        with InFloat64():
+            logits = [self.model(input_ids=tokens[None]).logits[0] for tokens in ROW.tokens_BT[0].split([*ROW.lengths])]
+        logprobs_TV = (torch.cat(logits) / SETTINGS.temperature).log_softmax(-1)
+        return logprobs_TV[ROW.predictors_P].gather(-1, ROW.targets_P[:, None])[:, 0]
+
     def adapter(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def merged(self) -> dict[str, Tensor]:
         return {name: tensor.detach() for name, tensor in self.model.merge_and_unload().named_parameters()}
+
+
+def _with_adapter(model: Any, settings: LoraSettings) -> Any:
+    config = LoraConfig(
+        r=settings.rank, lora_alpha=settings.alpha, use_rslora=settings.rslora,  # type: ignore[arg-type]
+        target_modules=list(settings.targets), lora_dropout=0.0,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about weights that are stored transposed
+        return get_peft_model(model, config)
 
 
 def difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:

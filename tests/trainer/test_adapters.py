@@ -6,6 +6,7 @@ In float64, with two updates a step, so that π_o is an adapter too.
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import threading
 import warnings
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ import torch.multiprocessing as mp
 from conftest import SETTINGS
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -28,14 +29,15 @@ from transformers.pytorch_utils import Conv1D
 from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.trainer import model as policy_module
-from dora.trainer.adapters import PROXIMAL, Adapters
-from dora.trainer.copies import FrozenPolicy, OfAdapter, count_copies, load_reference, needs_proximal_adapter
+from dora.trainer.adapters import PROXIMAL, REFERENCE, Adapters
+from dora.trainer.copies import FrozenPolicy, OfAdapter, count_copies, frozen_adapters, load_reference
 from dora.trainer.forecast import trial_row
 from dora.trainer.forward_check import check_training
 from dora.trainer.layouts import layout_of
 from dora.trainer.logprobs import logprobs
 from dora.trainer.meshes import make_mesh
 from dora.trainer.model import Policy, build_on_meta
+from dora.transport.messages import LoraSettings
 from dora.weights.checkpoints import checkpoints_in
 from dora.weights.merging import Merge
 from dora.weights.store import ADAPTER, Manifest, VersionStore
@@ -44,13 +46,14 @@ from tests.families import make_config, make_model
 from tests.trainer.peft_trainer import (
     ATTENTION,
     DENSE,
-    STEPS,
     Found,
     PeftTrainer,
     answers_of,
+    begun,
     difference,
     lora,
     merged,
+    stored_in,
     train,
 )
 from tests.trainer.publishing import make_publisher, write_version
@@ -65,6 +68,8 @@ FAMILIES: Final[dict[str, tuple[dict[str, Any], Any]]] = {
     "qwen2_moe": ({}, lora(ATTENTION)),
     "gpt2": ({}, lora(("c_attn", "c_fc"))),
 }
+#: Family, and whether training begins with an adapter that peft wrote.
+CASES: Final = (*((family, False) for family in FAMILIES), ("gemma3_text", True), ("gpt2", True))
 
 
 class Ranks(NamedTuple):
@@ -86,7 +91,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("adapted")
     for family, (changes, _) in FAMILIES.items():
         make_model(family, **changes).save_pretrained(root / family)
+    for family, begins in CASES:
+        settings_of(root, family, begins)
     return root
+
+
+def settings_of(models: Path, family: str, begins: bool) -> LoraSettings:
+    settings = FAMILIES[family][1]
+    return begun(models / family, settings) if begins else settings
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +111,15 @@ def alone() -> Iterator[None]:
 
 
 def off(found: Found, folder: Path, settings: Any) -> float:
-    """The largest difference from a plain loop: of the adapter after each step, and of what is published."""
+    """The largest difference from a plain loop: of the adapter after each step, of what is published, and of the
+    reference at the end, which is the model of the beginning."""
+    if settings.begins_with:
+        assert all(
+            torch.equal(found.first[name].float(), tensor) for name, tensor in stored_in(settings.begins_with).items()
+        )
     plain = PeftTrainer(folder, settings, found.first)
-    differences = []
-    for step in range(STEPS):
+    differences = [float((found.reference - plain.row()).abs().max())]
+    for step in range(len(found.adapters)):
         plain.step(answers_of(step), step=step, updates=2)
         differences.append(difference(found.adapters[step], plain.adapter()))
     assert all(tensor.abs().max() > 1e-3 for tensor in plain.adapter().values())  # B is no longer zero
@@ -113,10 +130,13 @@ def off(found: Found, folder: Path, settings: Any) -> float:
     return max(*differences, difference({name: found.merged[name] for name in known}, known))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_rank_trains_and_publishes_what_a_plain_loop_over_peft_does(alone: None, models: Path, family: str) -> None:
-    settings = FAMILIES[family][1]
-    assert off(train(models / family, settings), models / family, settings) < TOLERANCE
+@pytest.mark.parametrize(("family", "begins"), CASES)
+def test_one_rank_trains_and_publishes_what_a_plain_loop_over_peft_does(
+    alone: None, models: Path, family: str, begins: bool
+) -> None:
+    settings = settings_of(models, family, begins)
+    found = train(models / family, settings, steps=range(1 if begins else 2))
+    assert off(found, models / family, settings) < TOLERANCE
 
 
 # ---- several ranks --------------------------------------------------------------------------------------------------
@@ -127,18 +147,19 @@ def _rank(rank: int, root: Path, models: Path) -> None:
     for number, ranks in enumerate(SEVERAL):
         if rank < ranks.count:
             begin(root / f"several-{number}", rank, ranks)
-            for family, (_, settings) in FAMILIES.items():
+            for family, begins in CASES:
                 found = train(
-                    models / family, settings, shard_ranks=ranks.shard_ranks, gathered=ranks.gathered
+                    models / family, settings_of(models, family, begins), shard_ranks=ranks.shard_ranks,
+                    gathered=ranks.gathered,
                 )  # fmt: skip
-                keep(found, root / f"{family}-{number}.pt")
+                keep(found, root / f"{family}-{begins}-{number}.pt")
             end()
     for step, ranks in enumerate(MOVED):
         if rank < ranks.count:
             begin(root / f"moved-{step}", rank, ranks)
             found = train(
-                models / "qwen3", FAMILIES["qwen3"][1], shard_ranks=ranks.shard_ranks, gathered=ranks.gathered,
-                steps=[step], checkpoints=root / "checkpoints",
+                models / "gpt2", settings_of(models, "gpt2", True), shard_ranks=ranks.shard_ranks,
+                gathered=ranks.gathered, steps=[step], checkpoints=root / "checkpoints",
             )  # fmt: skip
             keep(found, root / "moved.pt")
             end()
@@ -153,7 +174,7 @@ def begin(store: Path, rank: int, ranks: Ranks) -> None:
 
 def keep(found: Found, path: Path) -> None:
     if dist.get_rank() == 0:
-        torch.save((found.first, found.adapters, found.merged), path)
+        torch.save((found.first, found.adapters, found.merged, found.reference), path)
 
 
 def end() -> None:
@@ -172,31 +193,36 @@ def played(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.deep
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "begins"), CASES)
 def test_several_ranks_train_and_publish_what_a_plain_loop_over_peft_does(
-    played: Path, models: Path, family: str
+    played: Path, models: Path, family: str, begins: bool
 ) -> None:
     for number, ranks in enumerate(SEVERAL):
-        found = Found(*torch.load(played / f"{family}-{number}.pt", weights_only=True))
-        assert off(found, models / family, FAMILIES[family][1]) < TOLERANCE, ranks
+        found = Found(*torch.load(played / f"{family}-{begins}-{number}.pt", weights_only=True))
+        assert off(found, models / family, settings_of(models, family, begins)) < TOLERANCE, ranks
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(600)
 def test_steps_from_checkpoints_of_other_ranks_are_the_same(played: Path, models: Path, alone: None) -> None:
-    expected = train(models / "qwen3", FAMILIES["qwen3"][1])
+    expected = train(models / "gpt2", settings_of(models, "gpt2", True))
     found = Found(*torch.load(played / "moved.pt", weights_only=True))
     assert difference(found.adapters[-1], expected.adapters[-1]) < TOLERANCE
     assert difference(found.merged, expected.merged) < TOLERANCE
+    assert (found.reference - expected.reference).abs().max() < TOLERANCE
 
 
 # ---- one rank -------------------------------------------------------------------------------------------------------
 
 
-def load(folder: Path, *, dtype: torch.dtype = torch.float32, gathered: bool = True, **changes: Any) -> Policy:
+def load(
+    folder: Path, *, dtype: torch.dtype = torch.float32, gathered: bool = True, begins: str = "", **changes: Any
+) -> Policy:
     policy_module.MASTER_DTYPE = torch.float32
     policy_module.GATHERED_BYTES = 2**31 if gathered else 0
-    return Policy(folder, mesh=make_mesh("cpu"), dtype=dtype, lora=lora(**changes), has_proximal=True)
+    settings = msgspec.structs.replace(lora(**changes), begins_with=begins)
+    frozen = (PROXIMAL, REFERENCE) if begins else (PROXIMAL,)
+    return Policy(folder, mesh=make_mesh("cpu"), dtype=dtype, lora=settings, frozen_adapters=frozen)
 
 
 def move(policy: Policy, by: float) -> None:
@@ -239,6 +265,25 @@ def test_the_reference_is_the_model_and_the_proximal_policy_the_one_before(
     assert not torch.equal(before, version_0)
 
 
+@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "by layer"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_reference_of_what_begins_with_an_adapter_is_that_adapter(
+    alone: None, models: Path, dtype: torch.dtype, gathered: bool
+) -> None:
+    """To the bit, and without a copy of the weights."""
+    begins = settings_of(models, "gemma3_text", True).begins_with
+    policy = load(models / "gemma3_text", dtype=dtype, gathered=gathered, begins=begins, rslora=True)
+    assert policy.adapters is not None
+    trained, reference, none = (OfAdapter(policy, policy.adapters, adapter=one) for one in ("default", REFERENCE, None))
+    settings = {"temperature": 0.7, "fp32_head": False}
+    version_0 = trained.logprobs(ROW, **settings)
+    move(policy, 0.01)
+    policy.reshard()
+    assert torch.equal(reference.logprobs(ROW, **settings), version_0)
+    assert not torch.equal(trained.logprobs(ROW, **settings), version_0)
+    assert not torch.equal(none.logprobs(ROW, **settings), version_0)
+
+
 def test_a_reference_with_a_folder_of_its_own_is_a_model_without_adapter(alone: None, models: Path) -> None:
     policy = load(models / "qwen3")
     reference = load_reference(models / "qwen3", policy=policy)
@@ -250,11 +295,14 @@ def test_a_reference_with_a_folder_of_its_own_is_a_model_without_adapter(alone: 
 @pytest.mark.parametrize(
     ("kl", "reference", "copies"), [(0.0, "", 0), (0.1, "", 0), (0.1, "elsewhere", 1)], ids=["none", "own", "given"]
 )
-def test_only_a_reference_of_another_folder_is_a_copy(kl: float, reference: str, copies: int) -> None:
+@pytest.mark.parametrize("begins", ["", "adapter"])
+def test_only_a_reference_of_another_folder_is_a_copy(kl: float, reference: str, copies: int, begins: str) -> None:
     objective = f'{{"kl_coefficient": {kl}, "kl_reference": "{reference}"}}' if kl else "{}"
-    settings = msgspec.structs.replace(SETTINGS, lora=lora(), updates=2, objective=objective)
+    adapter = msgspec.structs.replace(lora(), begins_with=begins)
+    settings = msgspec.structs.replace(SETTINGS, lora=adapter, updates=2, objective=objective)
     assert count_copies(settings) == copies
-    assert needs_proximal_adapter(settings)
+    has_reference = kl and begins and not reference
+    assert frozen_adapters(settings) == ((PROXIMAL, REFERENCE) if has_reference else (PROXIMAL,))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -277,13 +325,15 @@ def test_a_checkpoint_has_the_adapter_and_its_moments_alone(alone: None, models:
     assert all(torch.equal(stored[name], tensor) for name, tensor in found.adapters[-1].items())
 
 
-def test_the_check_of_the_model_uses_an_adapter_that_has_an_effect_and_leaves_the_new_one(
+def test_the_check_of_the_model_uses_an_adapter_that_has_an_effect_and_leaves_the_first_one(
     alone: None, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = load(models / "qwen3")
-    before = {name: shard.clone() for name, shard in policy.trained().items()}
-    check_training(policy, dtype="float32")
-    assert all(torch.equal(shard, before[name]) for name, shard in policy.trained().items())
+    for family, begins in (("gpt2", True), ("qwen3", False)):
+        targets = FAMILIES[family][1].targets
+        policy = load(models / family, begins=settings_of(models, family, begins).begins_with, targets=targets)
+        before = {name: shard.clone() for name, shard in policy.shards().items() if PROXIMAL not in name}
+        check_training(policy, dtype="float32")
+        assert all(torch.equal(policy.shards()[name], shard) for name, shard in before.items())
     bypassed = next(module for module in policy.model.modules() if isinstance(module, LoraLayer))
     monkeypatch.setattr(bypassed, "forward", bypassed.base_layer.forward)
     with pytest.raises(ConfigError, match=r"targets: an adapter of model\.layers\.0\.self_attn\.q_proj has no effect"):
@@ -379,6 +429,47 @@ def test_a_version_has_the_adapter_as_peft_reads_it_beside_the_weights_that_incl
     assert {name for name in policy.trained() if "lora_A" in name} == {
         name.removeprefix("base_model.model.") for name, _ in adapted.named_parameters() if "lora_A" in name
     }
+    begun = load(models / family, targets=FAMILIES[family][1].targets, rslora=True, begins=str(folder / ADAPTER))
+    assert all(torch.equal(shard, policy.trained()[name]) for name, shard in begun.trained().items())
+    assert all(torch.equal(tensor, merged(policy)[name]) for name, tensor in merged(begun).items())
+
+
+Q_PROJ: Final = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+def change(tensors: dict[str, Tensor], name: str, tensor: Tensor | None) -> None:
+    if tensor is None:
+        del tensors[name]
+    else:
+        tensors[name] = tensor
+
+
+@pytest.mark.parametrize(
+    ("name", "altered", "says"),
+    [
+        (Q_PROJ, None, rf"adapter lacks {Q_PROJ}$"),
+        (Q_PROJ.replace(".0.", ".7."), torch.zeros(4, 32), r"has 'base_model.*layers\.7\..*', for no target's weight"),
+        (
+            Q_PROJ,
+            torch.zeros(4, 31),
+            rf"{Q_PROJ} in .* has type F32 and shape \[4, 31\], expected F64 or F32 .*\[4, 32\]",
+        ),
+        (Q_PROJ, torch.zeros(4, 32, dtype=torch.int64), rf"{Q_PROJ} in .* has type I64 and shape \[4, 32\]"),
+        (Q_PROJ, torch.full((4, 32), torch.nan), rf"{Q_PROJ} in .* has values that are infinite or not numbers"),
+        (Q_PROJ, torch.full((4, 32), 1e300, dtype=torch.float64), rf"{Q_PROJ} in .* has values that are infinite"),
+    ],
+    ids=["missing", "extra", "shape", "type", "nan", "too large"],
+)
+def test_values_that_do_not_fit_are_refused_by_name(
+    alone: None, models: Path, tmp_path: Path, name: str, altered: Tensor | None, says: str
+) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(begun(models / "qwen3", lora()).begins_with, folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(tensors, name, altered)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=rf"^model\.adapter: .*{says}"):
+        load(models / "qwen3", begins=str(folder))
 
 
 def test_versions_in_16_bits_are_rounded_once(alone: None, models: Path) -> None:

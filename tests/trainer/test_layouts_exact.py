@@ -29,7 +29,7 @@ from dora.trainer import model as policy_module
 from dora.trainer.checkpoint import Saver
 from dora.trainer.checkpointing import Mode
 from dora.trainer.context import Context, make_context
-from dora.trainer.copies import needs_proximal_adapter
+from dora.trainer.copies import frozen_adapters
 from dora.trainer.meshes import Mesh, make_mesh
 from dora.trainer.model import Policy
 from dora.trainer.packing import Layout
@@ -159,7 +159,7 @@ def train(
     )  # fmt: skip
     policy = Policy(
         folder, mesh=mesh, dtype=dtype, activation_checkpointing=sharing.checkpointing, lora=lora,
-        has_proximal=needs_proximal_adapter(settings),
+        frozen_adapters=frozen_adapters(settings),
     )  # fmt: skip
     found = Found()
     layout = Layout(share_above=0.0 if kind == "shared" else 1e9, context=context, alike=sharing.tensor)
