@@ -64,7 +64,7 @@ class Factors(NamedTuple):
         result = torch.empty_like(rows, dtype=dtype)
         step = rows_in(SUM_BYTES, right)
         for into, some, factors in zip(result.split(step), rows.split(step), left.split(step), strict=True):
-            total = some.double()
+            total = some.to(torch.float64, copy=True)
             for column, row in zip(factors.T, right, strict=True):
                 total += column[:, None] * row
             into.copy_(total)

@@ -100,14 +100,6 @@ def test_without_staleness_a_policy_learns_what_it_learns_in_the_lag_harness() -
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name  # rows have another order
 
 
-def test_an_adapter_learns_in_simulated_time_and_version_0_is_without_it() -> None:
-    one = workload(k=1, steps=2)
-    every, adapter = learned(one), learned(one, "trainer.lora.rank=4", "trainer.learning_rate=1e-2")
-    assert adapter.points[0].rewards == every.points[0].rewards
-    assert adapter.digest != every.digest  # later answers are of the adapter
-    assert all(step["grad_norm"] > 0 for step in adapter.steps)
-
-
 def test_with_staleness_a_plain_trainer_that_follows_the_commands_makes_the_same_versions() -> None:
     """The replay knows which groups were admitted under which version, and committed to which step; nothing else."""
     run = Recorded(workload(k=2, steps=4))

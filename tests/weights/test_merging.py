@@ -204,7 +204,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "high rank": (matrices(lambda t: t.update({A: torch.zeros(129, 64), B: torch.zeros(200, 129)})), "do not fit"),
     "two ranks": (matrices(lambda t: t.update({A: t[A][:2]})), "do not fit"),
     "three dimensions": (matrices(lambda t: t.update({A: t[A][None]})), "do not fit"),
-    "half matrices": (matrices(lambda t: t.update({A: t[A].half()})), "do not fit"),
+    "matrices of integers": (matrices(lambda t: t.update({A: t[A].int()})), "do not fit"),
     "claimed shape": (header(shape=[1 << 40, 64]), "damaged header"),
     "claimed size": (header(shape=[1 << 40, 64], data_offsets=[0, 256 << 40]), "damaged header"),
     "backwards": (header(data_offsets=[1024, 0]), "damaged header"),
