@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import msgspec
-
 from learning import cells, fleet_tables, live_tables, sweep_tables
 from learning.cells import LiveResult, Result
 from learning.fleets import (
@@ -18,11 +16,11 @@ from learning.fleets import (
     SAMPLED,
     SEEDS,
     SETTINGS,
-    Calibration,
     FleetCurve,
     PlanFound,
     Setting,
     curve_cells,
+    stored_calibration,
 )  # fmt: skip
 from learning.text import wrapped
 
@@ -126,7 +124,8 @@ LIVE: Final = """## The same with processes and a clock
 
 `python bench/learning live`: whole runs of `launch/configs/learning-live.toml` on two CPU cores, with four embedded
 servers whose decoding steps take at least 10 ms, as those of a server with a GPU do. Without that floor two busy
-cores leave nothing to overlap. Seconds count from when the rank is ready.
+cores leave nothing to overlap. Seconds count from when the rank is ready. All strategies have one learning rate, which
+was tuned for none of them.
 """
 
 METHOD: Final = """## How this was measured, and what it cannot show
@@ -216,9 +215,8 @@ def _in_short(found: Results) -> str:
     lines = []
     if gains:
         lines.append(f"- **Gain**: `dora` with K = 3 goes 90 % of the way of `sync`: {'; '.join(gains)}.")
-    losses = sweep_tables.losses_of(found.sweep, cells.DEFAULT)
-    said = f"shows a loss in {'; '.join(losses)}" if losses else "shows no loss with K = 2 or K = 4"
     if any(cell.staleness == 2 for cell in sweep_tables.areas_of(found.sweep)):
+        said = sweep_tables.in_words(found.sweep, cells.DEFAULT)
         lines.append(
             f"- **Risk**: at constant staleness, with one update per version, the default objective {said} "
             "([the sweep](#objectives-and-corrections))."
@@ -240,7 +238,7 @@ def _fleets(found: Results) -> list[str]:
         title = f"### {fleet_tables.NAMES[fleet]}\n"
         curves = fleet_tables.curves_of(found.curves, fleet)
         if fleet not in fleet_tables.fleets_in(found.curves):
-            parts += [title, "Not run yet.\n"]
+            parts += [title, fleet_tables.NOT_RUN]
             continue
         plans = {Setting(plan.strategy, plan.k): plan for plan in found.plans if plan.fleet == fleet}
         parts += [title, f"![Held-out reward over hours](pictures/learning-hours-{fleet}.svg)\n"]
@@ -258,7 +256,7 @@ def _tail() -> str:
     """Say how unlike the answers of a policy are."""
     if not CALIBRATION.exists():
         return ""
-    tokens = msgspec.json.decode(CALIBRATION.read_bytes(), type=Calibration).tokens
+    tokens = stored_calibration().tokens
     lengths = sorted(length for group in tokens[-SAMPLED:] for length in group)
     middle, longest = lengths[len(lengths) // 2], lengths[-1]
     words = f"""Answers of a small policy have a lighter tail than those of a large one. Plans are made for answers

@@ -26,6 +26,7 @@ DRAWN: Final = (
     Setting("sync", 0), Setting("periodic", 0), Setting("one_step_off", 1), Setting("oversample", 0),
     Setting("partial", 3), Setting("dora", 1), Setting("dora", 3), Setting("dora", 8),
 )  # fmt: skip
+NOT_RUN: Final = "Not run yet.\n"
 #: Points of a picture's curves.
 GRID: Final = 60
 
@@ -214,6 +215,8 @@ def final_difference(left: Mapping[int, FleetCurve], right: Mapping[int, FleetCu
 def staleness_table(curves: Sequence[FleetCurve]) -> str:
     """Return what each K of `dora` gains and risks on each fleet."""
     found = {fleet: curves_of(curves, fleet) for fleet in fleets_in(curves)}
+    if not found:
+        return NOT_RUN
     body = []
     for setting in SETTINGS:
         if setting.strategy not in ("dora", "periodic"):
@@ -255,6 +258,8 @@ def controls_table(curves: Sequence[FleetCurve]) -> str:
         if setting in by_control[fault] and base in by_control[right]:
             row = _worse(by_control[fault][setting], by_control[right][base])
             body.append([_told(setting, fault), _told(base, right), *row])
+    if not body:
+        return NOT_RUN
     return table(["fault", "against", "seeds", "mean of all steps", "final", "hardest fifth"], body)
 
 

@@ -9,6 +9,7 @@ one for each strategy, fleet and seed, all of the first seed before the second. 
 from __future__ import annotations
 
 import gc
+import hashlib
 import multiprocessing
 import os
 import time
@@ -22,6 +23,7 @@ from result import commit, hardware
 
 from dora.config.load import load as load_config
 from dora.config.schema import Config
+from dora.errors import ConfigError
 from dora.sim.plan import search
 from dora.sim.workload import LengthModel, Workload, load
 from learning import cells
@@ -129,6 +131,7 @@ class PlanFound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slots: int
     micro_batch_tokens: int
     step_s: float  #: with the answers of the calibration
+    profile: str  #: see `profile`
     commit: str
 
 
@@ -146,6 +149,7 @@ class FleetCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     filtered: int
     digest: str
     seconds: float  #: of one CPU
+    profile: str  #: see `profile`
     commit: str
     machine: str
 
@@ -156,7 +160,14 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scale: float  #: simulated tokens per real one
     tokens: list[list[int]]  #: real tokens, by group; SAMPLED groups of each version
     rewards: list[list[float]]
+    profile: str  #: of the task
     commit: str
+
+
+def profile(fleet: str) -> str:
+    """Return a digest of the settings of the task, and of how it is learned on a fleet."""
+    given = [cells.profile(cells.TASKS["tail"]), FLEETS[fleet]]
+    return hashlib.blake2b(msgspec.json.encode(given), digest_size=8).hexdigest()
 
 
 def curve_cells() -> Iterator[FleetCell]:
@@ -175,10 +186,28 @@ def curve_cells() -> Iterator[FleetCell]:
 def run(*, processes: int, fleets: Sequence[str]) -> bool:
     """Make what is missing; return whether every curve was made."""
     wanted = [cell for cell in curve_cells() if cell.fleet in fleets]
+    _require_current()
     calibration = calibrate()
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         _search_plans(wanted, calibration, pool)
         return _make_curves(wanted, calibration, pool)
+
+
+def _require_current() -> None:
+    """Raise ConfigError if stored results were made with other settings."""
+    task = cells.profile(cells.TASKS["tail"])
+    rows = [(PLANS, row.profile, profile(row.fleet)) for row in cells.read(PLANS, PlanFound)]
+    rows += [(CURVES, row.profile, profile(row.cell.fleet)) for row in cells.read(CURVES, FleetCurve)]
+    if CALIBRATION.exists():
+        rows.append((CALIBRATION, stored_calibration().profile, task))
+    for path, found, expected in rows:
+        if found != expected:
+            raise ConfigError(f"{path}: made with other settings of the task or its fleets; move the file away")
+
+
+def stored_calibration() -> Calibration:
+    """Return the answers in the file."""
+    return msgspec.json.decode(CALIBRATION.read_bytes(), type=Calibration)
 
 
 def _search_plans(wanted: Sequence[FleetCell], calibration: Calibration, pool: ProcessPoolExecutor) -> None:
@@ -240,13 +269,13 @@ def planned(found: PlanFound) -> Workload:
 def calibrate() -> Calibration:
     """Return the stored answers, or make and store them."""
     if CALIBRATION.exists():
-        return msgspec.json.decode(CALIBRATION.read_bytes(), type=Calibration)
+        return stored_calibration()
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         tokens, rewards = pool.submit(_sample_trained).result()
     simulated = base("paper-128", "sync", 0).answers(seed=0)
     mean = fmean(length for group in range(512) for length in simulated.group(group).lengths)
     scale = mean / fmean(length for group in tokens[-SAMPLED:] for length in group)
-    found = Calibration(round(scale, 1), tokens, rewards, commit())
+    found = Calibration(round(scale, 1), tokens, rewards, cells.profile(cells.TASKS["tail"]), commit())
     CALIBRATION.write_bytes(msgspec.json.encode(found) + b"\n")
     return found
 
@@ -293,6 +322,7 @@ def plan(kind: tuple[str, str, int], calibration: Calibration) -> PlanFound:
         server.server.slots,
         best.workload.train.micro_batch_tokens,
         best.result.step_s,
+        profile(fleet),
         commit(),
     )
 
@@ -320,6 +350,7 @@ def curve(cell: FleetCell, found: PlanFound, calibration: Calibration) -> FleetC
         filtered=made.filtered,
         digest=made.digest,
         seconds=round(time.process_time() - begun, 1),
+        profile=profile(cell.fleet),
         commit=commit(),
         machine=hardware(),
     )

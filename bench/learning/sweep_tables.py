@@ -77,17 +77,26 @@ def second_table(results: Sequence[Result], *, updates: int) -> str:
             row.append(f"{fresh:.3f}" if fresh else "not run")
             for k in STALENESS[updates]:
                 _, found = difference(results, kind, task, updates, k)
-                row.append(bold(str(found), shown=found.is_shown) if found.count else "not run")
+                row.append(bold(_counted(found), shown=found.is_shown and found.count == cells.SEEDS))
         body.append(row)
     columns = [f"{task}, {what}" for task in TASKS for what in ("K = 0", *(f"K = {k}" for k in STALENESS[updates]))]
     return table(["objective", "correction", *columns], body)
 
 
-def losses_of(results: Sequence[Result], kind: tuple[str, str]) -> list[str]:
-    """Return where a pair shows a loss with one update a version, in words."""
-    return [
-        f"{task}, K = {k}: {found}"
-        for task in TASKS
-        for k in STALENESS[1]
-        if (found := difference(results, kind, task, 1, k)[1]).is_shown and found.mean < 0
-    ]
+def _counted(found: Interval) -> str:
+    """Return a difference, and the number of its seeds if some are missing."""
+    return str(found) if found.count in (0, cells.SEEDS) else f"{found} ({found.count} of {cells.SEEDS} seeds)"
+
+
+def in_words(results: Sequence[Result], kind: tuple[str, str]) -> str:
+    """Say what staleness does to a pair with one update a version; without all seeds, nothing is claimed."""
+    found = {f"{task}, K = {k}": difference(results, kind, task, 1, k)[1] for task in TASKS for k in STALENESS[1]}
+    whole = {where: one for where, one in found.items() if one.count == cells.SEEDS}
+    losses = [f"{where}: {one}" for where, one in whole.items() if one.is_shown and one.mean < 0]
+    held = [where for where, one in whole.items() if not (one.is_shown and one.mean < 0)]
+    open_ones = [f"{where}: {_counted(one)}" for where, one in found.items() if where not in whole]
+    parts = [f"a loss in {'; '.join(losses)}" if losses else "", f"no loss in {'; '.join(held)}" if held else ""]
+    said = [f"shows {' and '.join(filter(None, parts))}"] if whole else []
+    if open_ones:
+        said.append(f"is not decided in {'; '.join(open_ones)}")
+    return ", and ".join(said)

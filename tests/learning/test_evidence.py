@@ -17,6 +17,7 @@ from learning.live import from_rows
 from learning.stats import crossing, interval, paired, paired_ratio, smoothed
 
 from dora.config.load import load
+from dora.errors import ConfigError
 
 
 def result(cell: Cell, area: float) -> Result:
@@ -39,6 +40,7 @@ def curve(strategy: str, k: int, seed: int, *, step_s: float, rewards: list[floa
         0,
         "",
         60.0,
+        "p",
         "c",
         "m",
     )
@@ -58,9 +60,31 @@ def test_the_results_are_of_the_shipped_configurations() -> None:
     found = document.measured()
     assert all(one.profile == cells.profile(cells.TASKS[one.cell.task]) for one in found.sweep)
     assert {one.profile for one in found.live} <= {cells.profile(cells.LIVE_CONFIG)}
+    assert all(one.profile == fleets.profile(one.fleet) for one in found.plans)
+    assert all(one.profile == fleets.profile(one.cell.fleet) for one in found.curves)
     for rows in (found.sweep, found.curves, found.live):
         assert len({one.cell for one in rows}) == len(rows)
     assert {curve.cell for curve in found.curves} <= {*fleets.curve_cells()}
+
+
+def test_curves_of_another_task_are_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "CURVES", tmp_path / "curves.jsonl")
+    cells.append(fleets.CURVES, curve("sync", 0, 0, step_s=1.0, rewards=[0.2, 0.4]))
+    with pytest.raises(ConfigError, match=r"curves\.jsonl: made with other settings of the task .* move the file away"):
+        fleets.run(processes=1, fleets=["tail-bound"])
+
+
+def test_nothing_is_claimed_before_all_seeds_have_run() -> None:
+    results = [result(cell, 0.6) for cell in cells.tuning()]
+    stale = [cell for cell in cells.second_round(results) if (cell.objective, cell.correction) == cells.DEFAULT]
+    results += [result(cell, 0.5 if cell.staleness else 0.6) for cell in stale if cell.task == "sums" or cell.seed < 2]
+    said = sweep_tables.in_words(results, cells.DEFAULT)
+    assert said.startswith(
+        "shows a loss in sums, K = 2: -0.100 ± 0.000; sums, K = 4: -0.100 ± 0.000, and is not decided"
+    )
+    assert said.endswith("tail, K = 2: -0.100 ± 0.000 (2 of 5 seeds); tail, K = 4: -0.100 ± 0.000 (2 of 5 seeds)")
+    assert "**-0.100 ± 0.000**" in sweep_tables.second_table(results, updates=1)
+    assert "**-0.100 ± 0.000 (" not in sweep_tables.second_table(results, updates=1)
 
 
 def test_an_interval_is_that_of_student() -> None:
@@ -98,7 +122,7 @@ def test_who_learns_as_much_per_step_in_half_the_time_is_there_twice_as_soon() -
     faster = fleet_tables.speedup(found, Setting("dora", 3), gone.level(0.9))
     assert math.exp(faster.mean) == pytest.approx(2.0)
     assert faster.is_shown
-    plans = {s: PlanFound("tail-bound", s.strategy, s.k, 1, 8, 64, 32_768, 60.0, "c") for s in found}
+    plans = {s: PlanFound("tail-bound", s.strategy, s.k, 1, 8, 64, 32_768, 60.0, "p", "c") for s in found}
     row = fleet_tables.main_table(found, plans).splitlines()[3]
     assert row.startswith("| `dora`, K = 3 | 5 |")
     assert "**2.00 (2.00-2.00)**" in row
@@ -110,7 +134,7 @@ def test_a_strategy_that_does_not_arrive_has_no_ratio() -> None:
     curves = [curve("sync", 0, seed, step_s=100.0, rewards=up) for seed in range(2)]
     curves += [curve("dora", 3, seed, step_s=50.0, rewards=flat) for seed in range(2)]
     found = fleet_tables.curves_of(curves, "tail-bound")
-    plans = {s: PlanFound("tail-bound", s.strategy, s.k, 1, 8, 64, 32_768, 60.0, "c") for s in found}
+    plans = {s: PlanFound("tail-bound", s.strategy, s.k, 1, 8, 64, 32_768, 60.0, "p", "c") for s in found}
     row = fleet_tables.main_table(found, plans).splitlines()[3]
     assert "| not reached | not reached | not reached |" in row
     assert "not run" not in row

@@ -283,12 +283,12 @@ def test_the_command_prints_a_row_for_each_case_and_writes_the_curves(tmp_path: 
 
 
 def test_every_control_changes_what_its_curves_are_made_of() -> None:
-    calibration = fleets.Calibration(100.0, [], [], commit="")
+    calibration = fleets.Calibration(100.0, [], [], profile="", commit="")
     made = {}
     for name, control in fleets.CONTROLS.items():
         for setting in control.settings:
             cell = fleets.FleetCell("tail-bound", setting.strategy, setting.k, 0, name)
-            plan = fleets.PlanFound("tail-bound", setting.strategy, setting.k, 1, 9, 64, 32_768, 30.0, commit="")
+            plan = fleets.PlanFound("tail-bound", setting.strategy, setting.k, 1, 9, 64, 32_768, 30.0, "", commit="")
             made[name, setting] = *fleets.configuration(cell, calibration, plan), control.behind
     found = list(made.values())
     assert all(one not in found[:number] for number, one in enumerate(found))
