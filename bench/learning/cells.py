@@ -58,6 +58,8 @@ SEEDS: Final = 5
 BEST: Final = 6
 #: Objective and correction that are used without `[objective]`.
 DEFAULT: Final = ("dapo", "tis")
+#: Pairs of the third round.
+HALVED: Final = (("dapo", "tis"), ("dr_grpo", "tis"))
 
 
 class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -222,6 +224,17 @@ def second_round(results: Sequence[Result]) -> Iterator[Cell]:
                     yield on_policy(task, objective, updates, rate, seed)
                     for staleness in (2, 4) if updates == 1 else (4,):
                         yield Cell(task, objective, correction, staleness, updates, rate, seed)
+
+
+def third_round(results: Sequence[Result]) -> Iterator[Cell]:
+    """The pairs of `HALVED` on the task with a tail at half the rate that was tuned: whether a rate that is the best
+    without staleness is too large with it."""
+    best = rates(results)
+    for seed in range(SEEDS):
+        for objective, correction in HALVED:
+            rate = best["tail", objective, 1] / 2
+            yield on_policy("tail", objective, 1, rate, seed)
+            yield Cell("tail", objective, correction, 4, 1, rate, seed)
 
 
 def live_cells(seeds: int) -> list[LiveCell]:

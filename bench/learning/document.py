@@ -120,6 +120,10 @@ SECOND: Final = """**Second round**: the best pairs, all seeds; the area without
 changes it.
 """
 
+THIRD: Final = """**Third round**: two pairs with `tail` and M = 1, also at half of their tuned rates, because a rate
+that is the best without staleness may be too large with it.
+"""
+
 LIVE: Final = """## The same with processes and a clock
 
 `python bench/learning live`: whole runs of `launch/configs/learning-live.toml` on two CPU cores, with four embedded
@@ -198,6 +202,7 @@ def render(found: Results) -> str:
     parts += [f"M = {m}:\n\n{sweep_tables.rates_table(found.sweep, updates=m)}" for m in cells.UPDATES]
     parts += [FIRST, sweep_tables.first_table(found.sweep), SECOND]
     parts += [f"M = {m}:\n\n{sweep_tables.second_table(found.sweep, updates=m)}" for m in cells.UPDATES]
+    parts += [THIRD, sweep_tables.third_table(found.sweep)]
     parts += [LIVE, live_tables.live_table(found.live)]
     if found.live:
         parts.append("![Held-out reward over seconds](pictures/learning-seconds.svg)\n")

@@ -1,8 +1,8 @@
 """The sweep over cells of the lag harness: resumable, one process per core.
 
 Learning rates are tuned first, then comes a round of all pairs of an objective and a correction with one seed, then one
-of the best pairs with all seeds. Results are appended as they come, and cells that have one are skipped, so it may be
-interrupted and started again.
+of the best pairs with all seeds, then one of two pairs at half the learning rate. Results are appended as they come,
+and cells that have one are skipped, so it may be interrupted and started again.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ STAGES: dict[str, Callable[[Sequence[Result]], Iterable[Cell]]] = {
     "tuning": lambda _: cells.tuning(),
     "first round": cells.first_round,
     "second round": cells.second_round,
+    "third round": cells.third_round,
 }
 
 

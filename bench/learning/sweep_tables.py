@@ -54,10 +54,10 @@ def first_table(results: Sequence[Result]) -> str:
 
 
 def difference(
-    results: Sequence[Result], kind: tuple[str, str], task: Task, updates: int, staleness: int
+    results: Sequence[Result], kind: tuple[str, str], task: Task, updates: int, staleness: int, *, faster: float = 1.0
 ) -> tuple[float, Interval]:
-    """Return the mean area without staleness, and how much staleness changes it."""
-    areas, rate = areas_of(results), cells.rates(results)[task, kind[0], updates]
+    """Return the mean area without staleness, and how much staleness changes it. `faster`: times the tuned rate."""
+    areas, rate = areas_of(results), faster * cells.rates(results)[task, kind[0], updates]
     fresh, stale = {}, {}
     for seed in range(cells.SEEDS):
         without = cells.on_policy(task, kind[0], updates, rate, seed)
@@ -80,6 +80,20 @@ def second_table(results: Sequence[Result], *, updates: int) -> str:
                 row.append(bold(_counted(found), shown=found.is_shown and found.count == cells.SEEDS))
         body.append(row)
     columns = [f"{task}, {what}" for task in TASKS for what in ("K = 0", *(f"K = {k}" for k in STALENESS[updates]))]
+    return table(["objective", "correction", *columns], body)
+
+
+def third_table(results: Sequence[Result]) -> str:
+    """Return the third round: what staleness does at half the learning rate."""
+    body = []
+    for kind in cells.HALVED:
+        row: list[object] = [*kind]
+        for faster in (1.0, 0.5):
+            fresh, found = difference(results, kind, "tail", 1, 4, faster=faster)
+            row.append(f"{fresh:.3f}" if fresh else "not run")
+            row.append(bold(_counted(found), shown=found.is_shown and found.count == cells.SEEDS))
+        body.append(row)
+    columns = [f"{rate} rate, {what}" for rate in ("tuned", "half") for what in ("K = 0", "K = 4")]
     return table(["objective", "correction", *columns], body)
 
 
