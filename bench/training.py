@@ -161,6 +161,7 @@ def ours(folder: Path, model: str, mode: Mode = "none", **changes: Any) -> Step:
 def with_policies(folder: Path, *, proximal: bool = False, reference: bool = False) -> Step:
     """A step of several updates with these policies beside the one that is trained."""
     objective = {
+        "preset": "dapo",
         "weight_high": 1.0,
         "proximal": "copy" if proximal else "approximate",
         "kl_coefficient": 1e-3 if reference else 0.0,

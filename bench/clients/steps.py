@@ -191,7 +191,7 @@ def settings(*, device: str, dtype: str, micro_batch_tokens: int, mode: Mode = "
         beta1=0.9,
         beta2=0.95,
         max_grad_norm=MAX_GRAD_NORM,
-        objective='{"weight_high": 1.0}',
+        objective='{"preset": "dapo", "weight_high": 1.0}',
         probe_tokens=0,
         temperature=1.0,
     )

@@ -13,6 +13,7 @@ from dora.objectives.table import PolicyLoss, settings_type
 from dora.section import Section
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "maxrl"]
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "longcat"]
 Truncated = Literal["train", "mask", "fail"]
 Level = Literal["none", "token", "sequence", "geometric"]
 #: Names of advantages that a user may look for -> the reason why DORA does not have them.
@@ -34,11 +35,11 @@ class ObjectiveConfig(Section):
 
     preset: Literal["none", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "dppo", "reinforce", "longcat"] = "none"
     """A known algorithm: defaults for the other keys of this section; keys that are given take precedence."""
-    advantage: Annotated[Advantage, BeforeValidator(_refuse)] = "grpo"
+    advantage: Annotated[Advantage, BeforeValidator(_refuse)] = "dr_grpo"
     """How advantages are computed. `dr_grpo`: reward minus the mean of the group. `grpo`: the same, divided by the
     standard deviation of the group. `rloo`: reward minus the mean of the other siblings. `maxrl`: reward minus the mean
     of the group, divided by that mean; rewards must not be negative."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "longcat"] = "token_mean"
+    aggregation: Aggregation = "seq_mean_token_sum_norm"
     """How tokens are averaged. `token_mean`: over all tokens of the update, so that long answers weigh more.
     `seq_mean_token_mean`: over the tokens of each sequence, then over sequences. `seq_mean_token_sum_norm`: the sum of
     each sequence divided by rollout.max_new_tokens, then the mean over sequences. `longcat`: the sum of each group

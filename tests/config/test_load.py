@@ -405,14 +405,14 @@ def test_copies_on_the_host_are_refused_where_the_device_is_the_host():
 def test_a_preset_that_the_file_would_hide_is_refused(tmp_path: Path):
     path = written(tmp_path, dump(Config()))  # spells everything out, as the configuration of a run does
     assert refused("objective.preset=gspo", path=path) == [
-        f"--set objective.preset=gspo: {path} gives objective.aggregation, objective.loss.kind, objective.loss.ratio, "
-        "objective.loss.clip_low, objective.loss.clip_high, which would take precedence over those of the preset; "
-        "remove them from the file, or set them too"
+        f"--set objective.preset=gspo: {path} gives objective.advantage, objective.aggregation, objective.loss.kind, "
+        "objective.loss.ratio, objective.loss.clip_low, objective.loss.clip_high, which would take precedence over "
+        "those of the preset; remove them from the file, or set them too"
     ]
-    keys = ["objective.aggregation=seq_mean_token_mean", 'objective.loss={kind="gspo", ratio="bypass"}']
+    keys = ["objective.advantage=grpo", "objective.aggregation=seq_mean_token_mean", 'objective.loss={kind="gspo", ratio="bypass"}']
     config = load(path, ["objective.preset=gspo", *keys, "objective.weight=none"], environ={})
     assert config.objective == load(None, ["objective.preset=gspo"], environ={}).objective
-    assert load(path, ["objective.preset=dapo"], environ={}).objective.preset == "dapo"
+    assert load(path, ["objective.preset=dr_grpo"], environ={}).objective.preset == "dr_grpo"
 
 
 def test_a_preset_of_the_file_may_be_set_again(tmp_path: Path):

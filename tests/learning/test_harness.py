@@ -47,11 +47,10 @@ class PlainTrainer:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def step(self, step: int, groups: list[harness.Group]) -> None:
-        total = sum(len(answer.tokens) for group in groups for answer in group.answers)
+        total = self.settings.rollout.max_new_tokens * sum(len(group.answers) for group in groups)
         for group in groups:
             rewards = torch.tensor(group.rewards)
-            advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-            for answer, advantage in zip(group.answers, advantages, strict=True):
+            for answer, advantage in zip(group.answers, rewards - rewards.mean(), strict=True):
                 prompt = len(answer.prompt.tokens)
                 tokens = torch.tensor([*answer.prompt.tokens, *answer.tokens])
                 logprobs = self.model(input_ids=tokens[None]).logits[0].log_softmax(-1)

@@ -31,7 +31,9 @@ def tokens_of(current, *, advantage, lengths=None, **changes: Any) -> Tokens:
 
 
 def objective_of(**settings: Any) -> Objective:
-    return Objective(ObjectiveConfig.model_validate(settings), longest=8)
+    """Return an objective that averages over tokens, unless the settings or the loss say otherwise."""
+    averages = {} if settings.get("loss", {}).get("kind") == "gspo" else {"aggregation": "token_mean"}
+    return Objective(ObjectiveConfig.model_validate(averages | settings), longest=8)
 
 
 def loss_and_gradient(objective: Objective, tokens: Tokens) -> tuple[float, torch.Tensor]:

@@ -16,11 +16,12 @@ from dora.objectives.losses.ppo import Ppo, loss
 from dora.objectives.table import LOSSES
 from dora.objectives.tokens import Tokens
 
-BYPASS = {"kind": "ppo", "ratio": "bypass"}
-TRAP = {"weight": "none"}  # r alone: ignores staleness
-DECOUPLED = {"weight_high": NO_CAP}
+PPO = {"kind": "ppo", "clip_high": 0.28}
+BYPASS = {**PPO, "ratio": "bypass"}
+TRAP = {"loss": PPO, "weight": "none"}  # r alone: ignores staleness
+DECOUPLED = {"loss": PPO, "weight_high": NO_CAP}
 MIS = {**TRAP, "mis": "token", "mis_low": 0.8, "mis_high": 1.2}
-ICEPOP = {"weight": "icepop", "weight_low": 0.8, "weight_high": 1.2}
+ICEPOP = {"loss": PPO, "weight": "icepop", "weight_low": 0.8, "weight_high": 1.2}
 GSPO = {"loss": {"kind": "gspo"}, "weight": "none"}
 CISPO = {"loss": {"kind": "cispo"}, "weight": "none"}
 AIPO = {"loss": {"kind": "cispo", "ratio": "bypass", "clip_high": 0.2}}  # min(k, 1.2)
@@ -34,8 +35,8 @@ GOLDEN = [
     (TRAP, -1.2, 1.250629, [0.48856, 0.44207, 0]),
     (DECOUPLED, 1.2, -1.135564, [-0.53994, -0.32749, -0.26813]),
     (DECOUPLED, -1.2, 1.187436, [0.53994, 0.32749, 0]),
-    ({"weight_high": 1.05}, 1.2, -1.108609, [-0.51299, -0.32749, -0.26813]),
-    ({"weight_high": 1.05}, -1.2, 1.160481, [0.51299, 0.32749, 0]),
+    ({"loss": PPO, "weight_high": 1.05}, 1.2, -1.108609, [-0.51299, -0.32749, -0.26813]),
+    ({"loss": PPO, "weight_high": 1.05}, -1.2, 1.160481, [0.51299, 0.32749, 0]),
     (MIS, 1.2, -1.135034, [-0.73284, 0, -0.40219]),
     (MIS, -1.2, 1.212842, [0.73284, 0, 0]),
     (ICEPOP, 1.2, -0.808072, [-0.53994, 0, -0.26813]),
@@ -71,7 +72,7 @@ def test_ipo_drops_on_both_sides_where_dppo_looks_at_the_sign(advantage, dropped
 
 @pytest.mark.parametrize(
     ("advantage", "ratio", "value", "slope"),
-    [(-2.0, 2.0, 4.0, 2.0), (-2.0, 5.0, 6.0, 0.0), (2.0, 1.0, -2.0, -2.0), (2.0, 5.0, -2.56, 0.0)],
+    [(-2.0, 2.0, 4.0, 2.0), (-2.0, 5.0, 6.0, 0.0), (2.0, 1.0, -2.0, -2.0), (2.0, 5.0, -2.4, 0.0)],
 )
 def test_dual_clip_limits_the_loss_where_the_advantage_is_negative(advantage, ratio, value, slope):
     leaf = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)

@@ -32,7 +32,8 @@ def test_without_a_preset_it_is_decoupled_ppo_with_truncated_token_weights():
         "ppo", "decoupled", "tis", (0.0, 2.0),
     )  # fmt: skip
     assert loaded("weight=icepop").weight_band == (0.5, 5.0)
-    assert (objective.advantage, objective.aggregation) == ("grpo", "token_mean")
+    assert (objective.advantage, objective.aggregation) == ("dr_grpo", "seq_mean_token_sum_norm")
+    assert objective == loaded("preset=dr_grpo").model_copy(update={"preset": "none"})
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -75,11 +76,11 @@ def test_another_loss_has_its_own_options_under_a_preset():
     [
         (["loss.kind=gspo"], "tis_geometric", "rho", "seq_mean_token_mean"),
         (["loss.kind=gspo", "loss.ratio=bypass"], "none", "rho", "seq_mean_token_mean"),
-        (["loss.ratio=bypass"], "none", "rho", "token_mean"),
-        (["loss.kind=m2po_per_sequence"], "none", "rho", "token_mean"),
-        (["loss.kind=dppo_tv"], "none", "k", "token_mean"),
-        (["loss.kind=reinforce"], "tis", "k", "token_mean"),
-        (["loss.kind=mine:loss"], "none", "rho", "token_mean"),
+        (["loss.ratio=bypass"], "none", "rho", "seq_mean_token_sum_norm"),
+        (["loss.kind=m2po_per_sequence"], "none", "rho", "seq_mean_token_sum_norm"),
+        (["loss.kind=dppo_tv"], "none", "k", "seq_mean_token_sum_norm"),
+        (["loss.kind=reinforce"], "tis", "k", "seq_mean_token_sum_norm"),
+        (["loss.kind=mine:loss"], "none", "rho", "seq_mean_token_sum_norm"),
         (["loss.kind=gspo", "weight=none", "aggregation=seq_mean_token_mean"], "none", "rho", "seq_mean_token_mean"),
     ],
 )

@@ -54,7 +54,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
-    "ppo": {"ratio": "decoupled", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
+    "ppo": {"ratio": "decoupled", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
     "gspo": {"ratio": "decoupled", "clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"ratio": "decoupled", "clip_low": None, "clip_high": 0.28},
     "dppo_tv": {"threshold": 0.2, "pull": 1e-3},
@@ -63,8 +63,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "m2po_per_sequence": {"ratio": "bypass", "threshold": 0.04},
 }
 DEFAULTS: dict[str, Any] = {
-    "preset": "none", "advantage": "grpo", "aggregation": "token_mean", "turn_rewards": "sum", "truncated": "train",
-    "weight": "tis", "weight_low": None, "weight_high": None, "on": "rho", "normalized": False, "mis": "none",
+    "preset": "none", "advantage": "dr_grpo", "aggregation": "seq_mean_token_sum_norm", "turn_rewards": "sum",
+    "truncated": "train", "weight": "tis", "weight_low": None, "weight_high": None, "on": "rho", "normalized": False, "mis": "none",
     "mis_low": 0.5, "mis_high": 2.0, "veto": 0.0, "opsm": None, "vcpo": False, "proximal": "copy",
     "kl_coefficient": 0.0, "kl_reference": "", "kl_estimator": "k3", "entropy_coefficient": 0.0,
 }  # fmt: skip

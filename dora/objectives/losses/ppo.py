@@ -20,7 +20,7 @@ class Ppo(RatioLoss):
     """Name of the loss."""
     clip_low: Annotated[float, Field(ge=0.0, le=1.0)] = 0.2
     """The ratio is clipped below 1 - clip_low."""
-    clip_high: Annotated[float, Field(ge=0.0)] = 0.28
+    clip_high: Annotated[float, Field(ge=0.0)] = 0.2
     """The ratio is clipped above 1 + clip_high."""
     dual_clip: float | None = Field(default=None, gt=1.0)
     """c: where A < 0, the loss of a token is at most -c A. Unset: no limit."""
