@@ -37,7 +37,7 @@ CORRECTIONS: Final[dict[str, tuple[str, ...]]] = {
     "icepop": ("weight=icepop",),
     "opsm": ("weight=none", "opsm=1e-4"),
 }
-#: Objective -> the correction of its preset. `dapo` is the default of `[objective]`.
+#: Objective -> the correction of its preset.
 OBJECTIVES: Final = {"grpo": "tis", "dr_grpo": "tis", "dapo": "tis", "gspo": "none", "cispo": "none", "dppo": "none"}
 #: Objectives over k = π/μ, which a second weight would correct twice.
 OVER_K: Final = frozenset({"gspo", "cispo", "dppo"})
@@ -54,12 +54,14 @@ ON_POLICY: Final = {"gspo": "grpo", "cispo": "dapo", "dppo": "dapo"}
 TUNING_SEED: Final = 100
 UPDATES: Final = (1, 4)  # M
 SEEDS: Final = 5
-#: Pairs that the second round repeats with all seeds; the default is always one of them.
+#: Pairs that the second round repeats with all seeds; `FORMER` is always one of them.
 BEST: Final = 6
 #: Objective and correction that are used without `[objective]`.
-DEFAULT: Final = ("dapo", "tis")
-#: Pairs of the third round.
-HALVED: Final = (("dapo", "tis"), ("dr_grpo", "tis"))
+DEFAULT: Final = ("dr_grpo", "tis")
+#: Those that were used without `[objective]` before the sweep.
+FORMER: Final = ("dapo", "tis")
+#: Pairs of the third round: those, and the best of another objective.
+HALVED: Final = (FORMER, DEFAULT, ("cispo", "opsm"))
 
 
 class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -209,8 +211,8 @@ def ranked(results: Sequence[Result]) -> list[tuple[str, str]]:
 
 def repeated(results: Sequence[Result]) -> list[tuple[str, str]]:
     """Return the pairs of the second round."""
-    best = [kind for kind in ranked(results) if kind != DEFAULT]
-    return [DEFAULT, *best[: BEST - 1]]
+    best = [kind for kind in ranked(results) if kind != FORMER]
+    return [FORMER, *best[: BEST - 1]]
 
 
 def second_round(results: Sequence[Result]) -> Iterator[Cell]:
@@ -231,10 +233,11 @@ def third_round(results: Sequence[Result]) -> Iterator[Cell]:
     without staleness is too large with it."""
     best = rates(results)
     for seed in range(SEEDS):
-        for objective, correction in HALVED:
-            rate = best["tail", objective, 1] / 2
-            yield on_policy("tail", objective, 1, rate, seed)
-            yield Cell("tail", objective, correction, 4, 1, rate, seed)
+        for updates in UPDATES:
+            for objective, correction in HALVED:
+                rate = best["tail", objective, updates] / 2
+                yield on_policy("tail", objective, updates, rate, seed)
+                yield Cell("tail", objective, correction, 4, updates, rate, seed)
 
 
 def live_cells(seeds: int) -> list[LiveCell]:

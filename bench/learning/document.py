@@ -102,9 +102,9 @@ are younger in a run. Two tasks: `sums`, of 10 to 24 numbers (`launch/configs/le
 steps, divided by their number. M is the number of updates per version. A policy that samples no group with different
 rewards any more has collapsed; its score stands for all later versions.
 
-`dapo` with `tis` is what a configuration without `[objective]` has. `gspo`, `cispo` and `dppo` are over k = π/μ,
-which contains the effect of staleness, so they have no other weight. All bands and caps are the defaults
-([OBJECTIVES.md](OBJECTIVES.md)).
+`dr_grpo` with `tis` is what a configuration without `[objective]` has; before this sweep it was `dapo` with `tis`.
+`gspo`, `cispo` and `dppo` are over k = π/μ, which contains the effect of staleness, so they have no other weight. All
+bands and caps are the defaults ([OBJECTIVES.md](OBJECTIVES.md)).
 
 **Learning rates** were tuned without staleness and with a seed that is not used below; all objectives of a task had the
 same rates to choose from. The figures are areas, and the chosen ones are bold. The factors are of the rate of the
@@ -120,8 +120,8 @@ SECOND: Final = """**Second round**: the best pairs, all seeds; the area without
 changes it.
 """
 
-THIRD: Final = """**Third round**: two pairs with `tail` and M = 1, also at half of their tuned rates, because a rate
-that is the best without staleness may be too large with it.
+THIRD: Final = """**Third round**: three pairs with `tail` at half of their tuned rates too, because a rate that is the
+best without staleness may be too large with it; all seeds.
 """
 
 LIVE: Final = """## The same with processes and a clock

@@ -1,7 +1,7 @@
 """The sweep over cells of the lag harness: resumable, one process per core.
 
 Learning rates are tuned first, then comes a round of all pairs of an objective and a correction with one seed, then one
-of the best pairs with all seeds, then one of two pairs at half the learning rate. Results are appended as they come,
+of the best pairs with all seeds, then one of some pairs at half the rate. Results are appended as they come,
 and cells that have one are skipped, so it may be interrupted and started again.
 """
 

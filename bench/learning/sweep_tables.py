@@ -84,17 +84,18 @@ def second_table(results: Sequence[Result], *, updates: int) -> str:
 
 
 def third_table(results: Sequence[Result]) -> str:
-    """Return the third round: what staleness does at half the learning rate."""
+    """Return the third round: what staleness does on the task with a tail at half the learning rate."""
     body = []
-    for kind in cells.HALVED:
-        row: list[object] = [*kind]
-        for faster in (1.0, 0.5):
-            fresh, found = difference(results, kind, "tail", 1, 4, faster=faster)
-            row.append(f"{fresh:.3f}" if fresh else "not run")
-            row.append(bold(_counted(found), shown=found.is_shown and found.count == cells.SEEDS))
-        body.append(row)
+    for updates in UPDATES:
+        for kind in cells.HALVED:
+            row: list[object] = [updates, *kind]
+            for faster in (1.0, 0.5):
+                fresh, found = difference(results, kind, "tail", updates, 4, faster=faster)
+                row.append(f"{fresh:.3f}" if fresh else "not run")
+                row.append(bold(_counted(found), shown=found.is_shown and found.count == cells.SEEDS))
+            body.append(row)
     columns = [f"{rate} rate, {what}" for rate in ("tuned", "half") for what in ("K = 0", "K = 4")]
-    return table(["objective", "correction", *columns], body)
+    return table(["M", "objective", "correction", *columns], body)
 
 
 def _counted(found: Interval) -> str:

@@ -76,9 +76,9 @@ def test_curves_of_another_task_are_not_gone_on_with(tmp_path: Path, monkeypatch
 
 def test_nothing_is_claimed_before_all_seeds_have_run() -> None:
     results = [result(cell, 0.6) for cell in cells.tuning()]
-    stale = [cell for cell in cells.second_round(results) if (cell.objective, cell.correction) == cells.DEFAULT]
+    stale = [cell for cell in cells.second_round(results) if (cell.objective, cell.correction) == cells.FORMER]
     results += [result(cell, 0.5 if cell.staleness else 0.6) for cell in stale if cell.task == "sums" or cell.seed < 2]
-    said = sweep_tables.in_words(results, cells.DEFAULT)
+    said = sweep_tables.in_words(results, cells.FORMER)
     assert said.startswith(
         "shows a loss in sums, K = 2: -0.100 ± 0.000; sums, K = 4: -0.100 ± 0.000, and is not decided"
     )
