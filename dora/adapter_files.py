@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -68,7 +69,7 @@ class _Config(msgspec.Struct, frozen=True):
 def adapter_folder(name: str) -> Path:
     """Return the folder of an adapter; ConfigError if it has none. Ids on the hub are not supported."""
     folder = Path(name)
-    if not (folder / CONFIG).is_file():
+    if not os.path.isfile(folder / CONFIG):  # false, too, if the folder cannot be searched
         raise ConfigError(
             f"{FIELD}: {name} has no {CONFIG}; give the folder of an adapter, as dora export --adapter writes it"
         )

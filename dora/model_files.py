@@ -90,7 +90,7 @@ def used_names(folder: Path, names: Iterable[str], *, field: str = "model.path")
 
 def no_model(name: str, *, field: str = "model.path") -> str:
     """Return the error for a path that leads to no model folder."""
-    instead = "" if Path(name).exists() else ", or an id on the hub, such as Qwen/Qwen3-0.6B"
+    instead = "" if os.path.exists(name) else ", or an id on the hub, such as Qwen/Qwen3-0.6B"
     return f"{field}: {name} has no config.json; give a Hugging Face model folder{instead}"
 
 

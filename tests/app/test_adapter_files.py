@@ -158,7 +158,7 @@ def test_a_folder_without_values_is_refused(folder: Path) -> None:
 
 
 def test_a_run_refuses_it_before_anything_starts(folder: Path, tmp_path: Path) -> None:
-    for name in (tmp_path, "someone/adapter"):
+    for name in (tmp_path, "someone/adapter", "x" * 300):  # the last one is longer than a name may be
         with pytest.raises(ConfigError, match=rf"^model\.adapter: {name} has no adapter_config\.json; give the folder"):
             open_inputs(config(Path(name)))
     with pytest.raises(ConfigError, match=r"^trainer\.lora\.rank: .* has rank 8; set it to 8"):
