@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from dora.adapter_files import CONFIG, WEIGHTS, stored_name
+from dora.adapter_files import CONFIG, WEIGHTS, adapter_digest, stored_name
 from dora.errors import ConfigError
 from dora.trainer.buckets import rows_in
 from dora.trainer.loading import own_block
@@ -130,12 +130,15 @@ class Adapters:
         return StoredAdapter(self.settings, shapes)
 
     @torch.no_grad()
-    def fill(self, *, rank: int) -> None:
+    def fill(self, *, rank: int) -> bytes:
         """Write this rank's rows of the first values, of TRAINED and, if it is there, of REFERENCE. `rank`: its number
-        in its copy of the weights. The weights must be sharded. ConfigError if a value is not finite."""
+        in its copy of the weights. The weights must be sharded. ConfigError if a value is not finite.
+
+        Return a digest of where they are from, for a comparison with other ranks.
+        """
         if not self.settings.begins_with:
             self.draw(rank=rank)
-            return
+            return b"-"
         stored = self._stored()
         for name, module in self._modules.items():
             for part, matrices in _parts(module):
@@ -143,6 +146,7 @@ class Adapters:
                 for adapter in (TRAINED, REFERENCE):
                     if adapter in matrices:
                         matrices[adapter].weight.to_local().copy_(rows)
+        return adapter_digest(Path(self.settings.begins_with)).encode()
 
     @torch.no_grad()
     def draw(self, *, rank: int, is_trial: bool = False) -> None:

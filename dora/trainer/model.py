@@ -37,7 +37,7 @@ from dora.errors import ConfigError
 from dora.model_config import load_config, text_config
 from dora.trainer import attention, checkpointing, experts, tensor
 from dora.trainer.adapters import Adapters
-from dora.trainer.agreement import together
+from dora.trainer.agreement import gather_bytes, together
 from dora.trainer.loading import ModelFolder, Plan, load_shards, open_folder, plain_name, plan
 from dora.trainer.meshes import GROUP, Mesh
 from dora.trainer.resharding import Divided
@@ -127,7 +127,9 @@ class ShardedModel:
             _materialize(self.model, device=self.device, shards_on=torch.device("cpu") if on_host else self.device)
             together(lambda: self.load_shards(folder), device=self.device)
             if self.adapters is not None:
-                together(partial(self.adapters.fill, rank=self.sharding.get_local_rank()), device=self.device)
+                fill = partial(self.adapters.fill, rank=self.sharding.get_local_rank())
+                if len({*gather_bytes(together(fill, device=self.device), device=self.device)}) > 1:
+                    raise ConfigError("model.adapter: its files differ between hosts; copy those of one to the others")
             keeps = dist.get_rank() == 0 and not frozen
             #: What rank 0 publishes as it was read, by name; a copy, since a folder may change
             self.untrained = {name: folder.read(name).clone() for name in self.plan.untrained if keeps}

@@ -154,6 +154,13 @@ def _rank(rank: int, root: Path, models: Path) -> None:
                 )  # fmt: skip
                 keep(found, root / f"{family}-{begins}-{number}.pt")
             end()
+    begin(root / "differing", rank, Ranks(4, 2))
+    other = shutil.copytree(models / "gpt2-adapter", root / f"adapter-{rank}")
+    if rank == 3:
+        (other / "adapter_config.json").write_text((other / "adapter_config.json").read_text() + " ")
+    with pytest.raises(ConfigError, match=r"^model\.adapter: its files differ between hosts; copy those of one"):
+        load(models / "gpt2", targets=("c_attn", "c_fc"), begins=str(other))
+    end()
     for step, ranks in enumerate(MOVED):
         if rank < ranks.count:
             begin(root / f"moved-{step}", rank, ranks)
