@@ -259,4 +259,24 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "test_a_checkpoint_has_the_adapter_and_its_moments_alone",
         ),
     ),
+    *of(
+        "dora/trainer/model.py",
+        "tests/trainer/test_adapters.py",
+        (
+            "adapters-of-hosts-not-compared",
+            "if len({*gather_bytes(together(fill, device=self.device), device=self.device)}) > 1:",
+            "if not gather_bytes(together(fill, device=self.device), device=self.device):",
+            "test_steps_from_checkpoints_of_other_ranks_are_the_same",
+        ),
+    ),
+    *of(
+        "dora/app/resume.py",
+        "tests/crash/test_trust.py",
+        (
+            "resumed-with-another-adapter",
+            'trainer.optimizer_state == "8bit", trainer.lora',
+            'trainer.optimizer_state == "8bit", LoraConfig()',
+            "test_an_adapter_of_other_settings_is_refused_even_if_accepted",
+        ),
+    ),
 )
