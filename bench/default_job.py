@@ -32,11 +32,11 @@ def measure(what: str, *, home: Path, settings: Sequence[str]) -> Iterator[Row]:
     """Run the job with these settings, and audit it; `what` begins each row."""
     began = time.monotonic()
     chosen = (f"run.folder={home}", "status.port=0", *settings)
-    _dora("run", *(word for setting in chosen for word in ("--set", setting)))
+    run_dora("run", *(word for setting in chosen for word in ("--set", setting)))
     seconds = time.monotonic() - began
     [root] = home.iterdir()
     folder = RunFolder.open(root)
-    _dora("audit", str(root))
+    run_dora("audit", str(root))
     rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     steps = [row for row in rows if row["kind"] == "step"]
     scores = {row["version"]: row["mean"] for row in rows if row["kind"] == "evaluation"}
@@ -84,7 +84,8 @@ def last_rise(scores: dict[int, float]) -> int:
     return found
 
 
-def _dora(*arguments: str) -> None:
+def run_dora(*arguments: str) -> None:
+    """Run a command to its end."""
     command = [sys.executable, "-m", "dora", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode:

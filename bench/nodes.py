@@ -109,6 +109,7 @@ async def measure(report: Report, count: int, folder: Path) -> None:
         term=1,
         token=TOKEN,
         live_bytes=1,
+        model=folder,
         known={},
         removed=(),
         save=lambda known: files.replace(folder / "nodes", msgspec.json.encode(known)),

@@ -12,7 +12,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -38,16 +38,30 @@ _MAX_LAYERS: Final = 10_000
 _LAYERS: Final = ("layer", "layers", "depth", "blocks")
 
 
+class ModelFolders(NamedTuple):
+    """The folders with weights that a run reads."""
+
+    model: Path
+    reference: Path | None  # the reference policy; None: version 0
+    adapter: Path | None  # that version 0 has; None: none
+
+
 class _Index(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
 
 
 def require_sound(folder: Path, *, field: str = "model.path") -> None:
-    """Raise ConfigError unless each file that may be read is a regular file in the model folder, of bounded size."""
+    """Raise ConfigError unless the folder has a model, and `require_files` accepts its files."""
     if not (folder / "config.json").exists():
         raise ConfigError(no_model(str(folder), field=field))
     if (folder / "adapter_config.json").exists():
         raise ConfigError(f"{field}: {folder} is an adapter of another model; merge it into that model first")
+    require_files(folder, field=field)
+    indexed_files(folder, field=field)
+
+
+def require_files(folder: Path, *, field: str) -> None:
+    """Raise ConfigError unless each file that may be read is a regular file in the folder, of bounded size."""
     home = Path(os.path.realpath(folder))
     within = (home, home.parent.parent / "blobs") if home.parent.name == "snapshots" else (home,)
     for path in sorted(folder.iterdir()):
@@ -58,7 +72,6 @@ def require_sound(folder: Path, *, field: str = "model.path") -> None:
                 _require_file(path)
             except (ForeignFileError, OSError) as err:
                 raise ConfigError(f"{field}: {err}") from err
-    indexed_files(folder, field=field)
 
 
 def is_small(name: str) -> bool:
@@ -77,7 +90,7 @@ def used_names(folder: Path, names: Iterable[str], *, field: str = "model.path")
 
 def no_model(name: str, *, field: str = "model.path") -> str:
     """Return the error for a path that leads to no model folder."""
-    instead = "" if Path(name).exists() else ", or an id on the hub, such as Qwen/Qwen3-0.6B"
+    instead = "" if os.path.exists(name) else ", or an id on the hub, such as Qwen/Qwen3-0.6B"
     return f"{field}: {name} has no config.json; give a Hugging Face model folder{instead}"
 
 

@@ -150,7 +150,7 @@ def job_of(case: Case, *, root: Path, evaluations: Evaluations) -> Job:
     )
     model = root / "model"
     model.mkdir()
-    inputs = Inputs(model, None, NoTokenizer(), vocab_size=2**31, stream=Prompts(), evaluations=evaluations)
+    inputs = Inputs(model, None, None, NoTokenizer(), vocab_size=2**31, stream=Prompts(), evaluations=evaluations)
     return prepare(config, inputs, rollout_only=True)
 
 

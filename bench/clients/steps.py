@@ -231,6 +231,7 @@ def make_trainer(
         dtype=getattr(torch, settings.dtype),
         activation_checkpointing=cast(Mode, settings.activation_checkpointing),
         compiled=settings.compile,
+        lora=settings.lora,
     )
     layout = layout or check_training(policy, dtype=settings.dtype).layout
     reports = reports or Reports()
@@ -352,7 +353,8 @@ def plain_loss(logprob_P: Tensor, advantage_P: Tensor, *, denominator: int) -> T
 
 
 def make_adamw(model: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
 
 def update(model: Any, optimizer: torch.optim.Optimizer) -> float:

@@ -318,7 +318,8 @@ async def _check_server(
                    f"{found.slots} slots, label '{found.label}'")  # fmt: skip
     limit = TOLERANCE[config.trainer.publish_dtype]
     verdict = "agree" if worst <= limit else "DIFFER: does the server hold the weights of model.path?"
-    report("log-probs", f"server and trainer {verdict} (largest difference {worst:.1e}, limit {limit:.0e})")
+    under = " under model.path, without model.adapter" if inputs.adapter is not None else ""
+    report("log-probs", f"server and trainer {verdict}{under} (largest difference {worst:.1e}, limit {limit:.0e})")
     if worst > limit and url not in config.engine.urls:
         raise ConfigError(
             f"engine: its log-probs differ from the trainer's by up to {worst:.1e} under the same weights"

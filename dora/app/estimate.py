@@ -107,9 +107,15 @@ def step_time(config: Config, shapes: Shapes, *, instances: int, ranks: int) -> 
     trained = answers * (prompt + length)
     return StepTime(
         decode_s=answers * length * decode_step_s / batch / instances,
-        train_s=6 * shapes.parameters * trained / FLOPS / ranks,
+        train_s=trained / training_rate(config, shapes) / ranks,
         longest_s=rollout.max_new_tokens * (STEP_BASE_S + weights_s) / (config.max_staleness + 1),
     )
+
+
+def training_rate(config: Config, shapes: Shapes) -> float:
+    """Return the tokens that a training GPU computes per second. Where an adapter is trained, the weights have no
+    gradients, which take a third of all operations."""
+    return FLOPS / ((4 if config.trainer.lora.rank else 6) * shapes.parameters)
 
 
 def starts_all_on_gpus(config: Config) -> bool:

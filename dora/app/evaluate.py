@@ -87,5 +87,5 @@ def overrides_of(*, model: str | Path | None, urls: Sequence[str], of_task: bool
     if urls:
         found.append(f"engine.urls={json.dumps(list(urls))}")
     if model is not None:
-        found += [f"model.path={json.dumps(str(model))}", 'model.revision=""']
+        found += [f"model.path={json.dumps(str(model))}", 'model.revision=""', 'model.adapter=""']
     return found

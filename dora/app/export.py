@@ -1,4 +1,4 @@
-"""Exports a policy version as a Hugging Face model folder and verifies its checksums."""
+"""Exports a policy version as a Hugging Face model folder, or its adapter, and verifies its checksums."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dora import foreign
 from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.journal.run_folder import RunFolder
-from dora.weights.store import StoreError, VersionStore, checksum_of, clear_errors
+from dora.weights.merging import RECIPE
+from dora.weights.store import ADAPTER, StoreError, VersionStore, checksum_of, clear_errors
 
 
 def stored_version(run: RunFolder, version: VersionId | None, *, option: str) -> tuple[VersionId, VersionStore]:
@@ -25,18 +26,32 @@ def stored_version(run: RunFolder, version: VersionId | None, *, option: str) ->
     return chosen, store
 
 
-def export(run: RunFolder, *, version: VersionId | None, to: Path | None) -> tuple[VersionId, Path]:
-    """Copy `version` (default: the newest) to `to` (default: the run folder); return the version and its folder."""
+def export(
+    run: RunFolder, *, version: VersionId | None, to: Path | None, adapter: bool = False
+) -> tuple[VersionId, Path]:
+    """Copy `version` (default: the newest) to `to` (default: the run folder); return the version and its folder.
+
+    `adapter`: copy its adapter alone; ConfigError if the run trained none.
+    """
     chosen, store = stored_version(run, version, option=f"--version {version}")
-    target = to or run.root / f"export-v{chosen}"
+    target = to or run.root / f"export-v{chosen}{'-adapter' if adapter else ''}"
     if target.exists():
         raise ConfigError(f"{target}: already exists; choose another folder with --to")
     source, manifest = store.folder(chosen), store.manifest(chosen)
+    inside = f"{ADAPTER}/"
+    chosen_files = {
+        name: checksum
+        for name, checksum in manifest.files.items()
+        if name.startswith(inside) is adapter and name != RECIPE
+    }
+    if not chosen_files:
+        raise ConfigError(f"--adapter: version {chosen} of {run.root} has none, as the run trained all weights")
     with clear_errors(f"--to {target}: cannot be written", remove=target):
         target.mkdir(parents=True)
-        for name, checksum in manifest.files.items():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            foreign.copy(source / name, target / name)
-            if checksum_of(target / name) != checksum:
+        for name, checksum in chosen_files.items():
+            copy = target / name.removeprefix(inside)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            foreign.copy(source / name, copy)
+            if checksum_of(copy) != checksum:
                 raise StoreError(f"{source / name}: does not match its checksum; version {chosen} is damaged")
     return chosen, target

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from dora.adapter_files import adapter_folder
 from dora.app.estimate import size_text
 from dora.config.schema import Config, SourceConfig
 from dora.errors import ConfigError
 from dora.extras import require_extra
 from dora.hub import Checkout, Hub, Repo, in_daemon_thread, is_identifier
-from dora.model_files import MAX_SMALL_BYTES, is_small, used_names
+from dora.model_files import MAX_SMALL_BYTES, ModelFolders, is_small, used_names
 from dora.seed.policy import model_folder
 from dora.tasks import data_sets
 from dora.tasks.sources import repository
@@ -72,10 +73,10 @@ async def look(config: Config) -> tuple[Config, list[Needed]]:
     return await asyncio.wrap_future(in_daemon_thread(ask))
 
 
-async def fetch_models(config: Config, *, tell: Show) -> tuple[Path, Path | None]:
-    """Download the models alone; return the folders of the model and of the reference policy, if it has one."""
+async def fetch_models(config: Config, *, tell: Show) -> ModelFolders:
+    """Download the models alone; return their folders."""
 
-    def download() -> tuple[Path, Path | None]:
+    def download() -> ModelFolders:
         hub = Hub(_Lines(tell, lambda text: None))
         for repo in _models(config):
             one = _of_model(hub.open(repo), hub)
@@ -103,8 +104,8 @@ def fetch_model(name: str, *, tell: Show) -> Path:
     return one.snapshot.folder
 
 
-def model_folders(config: Config) -> tuple[Path, Path | None]:
-    """Return the folders of the model and of the reference policy, which are here."""
+def model_folders(config: Config) -> ModelFolders:
+    """Return the folders, which are here."""
     model, objective = config.model, config.objective
     field = "objective.kl_reference"
     reference = (
@@ -112,7 +113,8 @@ def model_folders(config: Config) -> tuple[Path, Path | None]:
         if objective.kl_reference and config.run.steps
         else None
     )
-    return model_folder(model.path, revision=model.revision), reference
+    adapter = adapter_folder(model.adapter) if model.adapter else None
+    return ModelFolders(model_folder(model.path, revision=model.revision), reference, adapter)
 
 
 def _look(config: Config, hub: Hub) -> tuple[Config, list[Needed]]:

@@ -62,7 +62,7 @@ def check_plan(config: Config, gpus: Gpus, report: Report) -> bool:
     model = model_folder(config.model.path, revision=config.model.revision)
     report("inputs", f"model {model}, of which only the configuration was read; prompts and rewards were not")
     mode, outline = outline_of(config, model, gpus.memory)
-    shapes = replace(Shapes.read(model), parameters=outline.parameters)
+    shapes = replace(Shapes.read(model), parameters=outline.published)
     plan = _Plan(config, gpus, outline, shapes)
     report_job(config, report)
     fits = [plan.check_split(report)]

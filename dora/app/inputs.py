@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from dora.adapter_files import adapter_digest, require_adapter
 from dora.app.fetch import model_folders
 from dora.config.schema import Config, EvalConfig, TaskConfig
 from dora.controller.evaluations import EvalSet, Evaluations
@@ -26,6 +27,7 @@ class Inputs:
 
     model: Path
     reference: Path | None  # the reference policy; None: version 0
+    adapter: Path | None  # that version 0 has; None: none
     tokenizer: Tokenizer
     vocab_size: int  # number of embeddings; padding may make it larger than the tokenizer's vocabulary
     stream: PromptStream
@@ -35,18 +37,21 @@ class Inputs:
 def open_inputs(config: Config, *, converse: Converse | None = None) -> Inputs:
     """Open the inputs; ConfigError names the invalid field, or the file and line. `converse` makes the prompts of
     episodes."""
-    model, reference = model_folders(config)
+    model, reference, adapter = model_folders(config)
     require_sound(model)
     tokenizer = load_tokenizer(model, thinking=config.model.thinking)
     if not tokenizer.eos_ids:
         raise ConfigError(f"model.path: {model} has no end-of-sequence token; set eos_token_id in its config.json")
     if reference is not None:
         _check_reference(reference, model)
+    if adapter is not None:
+        lora = config.trainer.lora
+        require_adapter(adapter, rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora, targets=lora.targets)
     vocab_size = _check_limits(config, model, num_tokens=tokenizer.vocab_size)
     task = config.task if config.run.steps else config.task.model_copy(update={"sources": ()})  # nothing is trained
     stream = open_stream(task, tokenizer=tokenizer, seed=config.run.seed, converse=converse)
     evaluations = open_evaluations(config.eval, task, tokenizer, converse=converse)
-    return Inputs(model, reference, tokenizer, vocab_size, stream, evaluations)
+    return Inputs(model, reference, adapter, tokenizer, vocab_size, stream, evaluations)
 
 
 def _check_reference(reference: Path, model: Path) -> None:
@@ -127,8 +132,11 @@ def model_digest(model: Path) -> str:
 
 
 def weights_digest(inputs: Inputs) -> str:
-    """Return a digest of what training starts from: the model folder, and the reference's folder if it has one."""
-    return model_digest(inputs.model) + (model_digest(inputs.reference) if inputs.reference is not None else "")
+    """Return a digest of what training starts from: the model folder, and those of reference and adapter if they have
+    one."""
+    digest = model_digest(inputs.model)
+    digest += model_digest(inputs.reference) if inputs.reference is not None else ""
+    return digest + (adapter_digest(inputs.adapter) if inputs.adapter is not None else "")
 
 
 def model_bytes(model: Path) -> int:

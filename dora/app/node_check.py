@@ -47,7 +47,7 @@ async def check_nodes(config: Config, report: Report) -> bool:
     if not config.nodes.expected:
         raise ConfigError("--nodes: nodes.expected is 0, so the run has no nodes; set it")
     config = await asyncio.to_thread(fetch_small, config)  # names the commit, so that all nodes have the same
-    model, _ = await fetch_models(config, tell=partial(report, "download"))
+    model = (await fetch_models(config, tell=partial(report, "download"))).model
     with tempfile.TemporaryDirectory(prefix="dora-check-") as folder:
         root = Path(folder)
         store = VersionStore(memory_root=root / "versions", durable_root=root / "versions")
@@ -57,6 +57,7 @@ async def check_nodes(config: Config, report: Report) -> bool:
             term=0,
             token=config.trainer.token or "",
             live_bytes=live_bytes(config, model),
+            model=model,
             known={},
             removed=(),
             save=lambda known: None,
@@ -75,7 +76,7 @@ async def check_nodes(config: Config, report: Report) -> bool:
 
 def _time_of_checkpoint(config: Config, model: Path, link: WriteRate) -> str:
     _, outline = outline_of(config, model, None)
-    shapes = replace(Shapes.read(model), parameters=outline.parameters)
+    shapes = replace(Shapes.read(model), parameters=outline.published)
     interval = interval_s(config, shapes)
     return time_of_checkpoint(config, checkpoint_bytes(config, outline), rate=link, interval=interval)
 

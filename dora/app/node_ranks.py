@@ -176,6 +176,7 @@ class NodeRanks:
             folder,
             model=Path(own.model),
             reference=Path(own.reference) if own.reference else None,
+            adapter=Path(own.adapter) if own.adapter else None,
             memory_root=self._opened.store.memory_root,
             resume_from=self._opened.start.folders,
         )

@@ -49,6 +49,7 @@ async def open_cluster(opened: Opened) -> AsyncIterator[Cluster]:
         term=opened.term,
         token=config.trainer.token,
         live_bytes=live_bytes(config, job.inputs.model),
+        model=job.inputs.model,
         known=opened.nodes,
         removed=job.state.removed,
         save=lambda known: files.replace(folder.nodes, msgspec.json.encode(known)),

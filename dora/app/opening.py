@@ -231,8 +231,9 @@ class Opened:
         if recorded is None:
             return resuming.Start((), may_start_over=True, step=0)
         if recorded.base_chain not in (None, model_chain):
-            reference = job.config.objective.kl_reference
+            reference, adapter = job.config.objective.kl_reference, job.config.model.adapter
             also = f", or objective.kl_reference: {reference} is not its reference" if reference else ""
+            also += f", or model.adapter: {adapter} is not its adapter" if adapter else ""
             raise RunFailed(
                 f"model.path: {job.inputs.model} is not the model that the run began with{also}; restore it"
             )
@@ -393,6 +394,7 @@ class Opened:
                 self.folder,
                 model=job.inputs.model,
                 reference=job.inputs.reference,
+                adapter=job.inputs.adapter,
                 memory_root=self.store.memory_root,
                 resume_from=self.start.folders,
             )

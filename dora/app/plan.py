@@ -11,7 +11,16 @@ from typing import Any, Final
 import msgspec
 import tomli_w
 
-from dora.app.estimate import BANDWIDTH, BYTES, FLOPS, STEP_BASE_S, Shapes, kv_bytes_per_token, starts_all_on_gpus
+from dora.app.estimate import (
+    BANDWIDTH,
+    BYTES,
+    FLOPS,
+    STEP_BASE_S,
+    Shapes,
+    kv_bytes_per_token,
+    starts_all_on_gpus,
+    training_rate,
+)
 from dora.app.fetch import fetch_small
 from dora.app.gpu_plan import Gpus
 from dora.app.settings import CONFIG_REGIME, workload_of
@@ -143,7 +152,7 @@ def _on_gpus(config: Config, gpus: Gpus, tables: dict[str, Any], *, origin: str)
     _, outline = outline_of(config, model, gpus.memory)
     longest, replicate = config.longest_slice, config.trainer.parallel.replicate
     shapes = Shapes.read(model)
-    shapes = Shapes(outline.parameters, shapes.layers, shapes.kv_width, shapes.kv_heads)
+    shapes = Shapes(outline.published, shapes.layers, shapes.kv_width, shapes.kv_heads)
     workload = _with_times(workload_of(config), config, gpus, shapes)
 
     def fits(planned: Workload) -> bool:
@@ -187,7 +196,7 @@ def _with_times(workload: Workload, config: Config, gpus: Gpus, shapes: Shapes) 
         "weight_bytes": float(weights),
         "server": server,
     }
-    return workload.with_changes(fleet=fleet, train={"tokens_s_per_device": FLOPS / (6 * shapes.parameters)})
+    return workload.with_changes(fleet=fleet, train={"tokens_s_per_device": training_rate(config, shapes)})
 
 
 def _always(_: Workload) -> bool:

@@ -65,6 +65,11 @@ def prepare(
     """Prepare a new job or, with `recorded`, the rest of one; ConfigError if a resume does not allow the changes."""
     require_installed(config.tracking.trackers)
     rollout_only = (recorded.rollout_only if recorded is not None else rollout_only) or not config.run.steps
+    if rollout_only and inputs.adapter is not None:
+        raise ConfigError(
+            "model.adapter: without a trainer, nothing adds it to the weights; give the model with the adapter merged "
+            "into it as model.path"
+        )
     settings = settings_of(config, eval_prompt_tokens=inputs.evaluations.prompt_tokens)
     if pacing is not None:
         settings = replace(settings, **{name: getattr(pacing.settings, name) for name in _OF_WORKLOADS})

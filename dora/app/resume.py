@@ -19,7 +19,7 @@ from dora.app.settings import lineage_settings, settings_of
 from dora.app.trust import executed, require_trust
 from dora.config.changes import changes
 from dora.config.load import parse
-from dora.config.schema import Config
+from dora.config.schema import Config, LoraConfig
 from dora.controller.evaluations import Evaluations
 from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.core.commands import FailRun, FinishRun, ReportEvaluation
@@ -178,13 +178,13 @@ def accept(recorded: Recorded, config: Config, settings: Settings, *, is_accepte
         keys = _keys_that_change(_decisions, before, config) or ["eval.sets"]
         raise ConfigError(f"--resume: {', '.join(keys)} cannot change within a run; start a new one for that")
     found = changes(before, config)
-    if _moments(before) != _moments(config):
+    if _format(before) != _format(config):
         raise ConfigError(
             *(
-                f"--resume: {change}: the checkpoints of the run hold the optimizer's state, which would not fit; "
-                "start a new run for that"
+                f"--resume: {change}: the checkpoints of the run hold a state that would not fit; start a new run for "
+                "that"
                 for change in found
-                if change.key in ("trainer.optimizer", "trainer.optimizer_state")
+                if change.key.startswith(("trainer.optimizer", "trainer.lora."))
             )
         )
     if altering := [str(change) for change in found if change.alters_experiment and not is_accepted]:
@@ -212,10 +212,13 @@ def _keys_that_change(derived: Callable[[Config], object], before: Config, after
     return found
 
 
-def _moments(config: Config) -> tuple[str, bool]:
-    """Return the settings that decide the format of the optimizer's state in a checkpoint. Where the state is stored
-    does not matter."""
-    return config.trainer.optimizer, config.trainer.optimizer_state == "8bit"
+def _format(config: Config) -> tuple[str, bool, LoraConfig]:
+    """Return the settings that decide what the state in a checkpoint means. Where it is stored does not matter.
+
+    With another scale, an adapter would be another policy than the version that servers have.
+    """
+    trainer = config.trainer
+    return trainer.optimizer, trainer.optimizer_state == "8bit", trainer.lora
 
 
 def require_same_held_out(recorded: Recorded, evaluations: Evaluations) -> None:

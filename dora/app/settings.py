@@ -18,7 +18,7 @@ from dora.section import Section
 from dora.sim.answers import cap_of
 from dora.sim.server import SimulatedServer
 from dora.sim.workload import FleetModel, JobModel, LengthModel, TrainerModel, Workload
-from dora.transport.messages import Configure, TrainerSettings
+from dora.transport.messages import Configure, LoraSettings, TrainerSettings
 
 #: Number of versions for which the store needs room in addition to the K + 1 live versions: one that is being
 #: evaluated, one that is being published, and one that a push is reading.
@@ -85,7 +85,7 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
     samples_once = config.rules.in_flight is None  # otherwise tokens of a group may be sampled under several versions
     have_versions = config.num_training_nodes < 2 or config.nodes.store == "shared"  # all ranks have those they probe
     return TrainerSettings(
-        **_common(config.trainer, TrainerSettings),
+        **(_common(config.trainer, TrainerSettings) | {"lora": lora_settings(config)}),
         shard_ranks=config.shard_ranks if config.trainer.parallel.replicate > 1 else 0,
         expert_ranks=config.trainer.parallel.expert,
         context_ranks=config.trainer.parallel.context,
@@ -102,6 +102,14 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
         max_staleness=max_staleness,
         sends_logprobs=config.log.trajectories_per_step > 0,
     )
+
+
+def lora_settings(config: Config) -> LoraSettings | None:
+    """Return the adapter that is trained; None if all weights are."""
+    lora = config.trainer.lora
+    if not lora.rank:
+        return None
+    return LoraSettings(**lora.model_dump(), seed=config.run.seed, begins_with=config.model.adapter)
 
 
 def drift_watch(config: Config) -> DriftWatch:
@@ -158,6 +166,7 @@ class RankPaths:
 
     model: Path
     reference: Path | None  #: of the reference policy; None: version 0
+    adapter: Path | None  #: that version 0 has; None: none
     memory_root: Path
     durable_root: Path
     checkpoints: Path  #: folder of this run's checkpoints
@@ -174,12 +183,14 @@ class RankPaths:
         model: Path,
         memory_root: Path,
         reference: Path | None = None,
+        adapter: Path | None = None,
         resume_from: Sequence[Path] = (),
     ) -> Self:
         """Return the paths of ranks on the controller's host."""
         return cls(
             model=model,
             reference=reference,
+            adapter=adapter,
             memory_root=memory_root.resolve(),
             durable_root=folder.versions.resolve(),
             checkpoints=folder.checkpoints.resolve(),
@@ -198,10 +209,13 @@ def configure_message(
     epoch: int,
     max_staleness: int,
 ) -> Configure:
-    """Return the first message to a rank, to which the reference policy is a folder of its host."""
+    """Return the first message to a rank, to which reference policy and first adapter are folders of its host."""
     if paths.reference is not None:
         objective = config.objective.model_copy(update={"kl_reference": str(paths.reference)})
         config = config.model_copy(update={"objective": objective})
+    if paths.adapter is not None:
+        model = config.model.model_copy(update={"adapter": str(paths.adapter)})
+        config = config.model_copy(update={"model": model})
     return Configure(
         run_id=run_id,
         model_path=str(paths.model),

@@ -106,7 +106,13 @@ async def train(
             num_ranks=config.trainer.ranks,
             configure=lambda rank: configure_message(
                 config,
-                RankPaths.here(folder, model=inputs.model, reference=inputs.reference, memory_root=folder.versions),
+                RankPaths.here(
+                    folder,
+                    model=inputs.model,
+                    reference=inputs.reference,
+                    adapter=inputs.adapter,
+                    memory_root=folder.versions,
+                ),
                 run_id=folder.run_id,
                 may_start_over=True,
                 chain=model_chain,

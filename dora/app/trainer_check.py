@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from dora.app.checkpoint_time import checkpoint_bytes
 from dora.app.estimate import size_text
-from dora.app.settings import trainer_settings
+from dora.app.settings import lora_settings, trainer_settings
 from dora.config.schema import Config
+from dora.transport.messages import LoraSettings
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from dora.trainer.checkpointing import Mode
@@ -39,6 +40,8 @@ class _Forecast(TypedDict):
     copies_on_host: bool
     expert_ranks: int
     tensor_ranks: int
+    lora: LoraSettings | None
+    frozen_adapters: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class CheckedTrainer:
     checkpoint_bytes: int
 
     def score(self, sequences: Sequence[Sequence[int]], *, prompt_lengths: Sequence[int]) -> list[NDArray[np.float32]]:
-        """Return the log-probs of each sequence's tokens after the prompt, as the trainer computes them."""
+        """Return the log-probs of each sequence's tokens after the prompt, as the trainer computes them under
+        `model.path`, which servers start from."""
         trainer, temperature = self.config.trainer, self.config.rollout.temperature
         if self.trial is not None:
             return self.trial.score(
@@ -152,15 +156,16 @@ def _mode(config: Config, model: Path, memory: int | None) -> Mode:
 
 def _forecast(config: Config) -> _Forecast:
     """Return the forecast's arguments about what a rank holds: policies in addition to the trained one, and experts."""
-    from dora.trainer.copies import count_copies
+    from dora.trainer.copies import count_copies, frozen_adapters
 
-    count = count_copies(trainer_settings(config, max_staleness=config.max_staleness))
-    trainer = config.trainer
+    settings, trainer = trainer_settings(config, max_staleness=config.max_staleness), config.trainer
     return {
-        "copies": count,
+        "copies": count_copies(settings),
         "copies_on_host": trainer.copies == "host",
         "expert_ranks": trainer.parallel.expert,
         "tensor_ranks": trainer.parallel.tensor,
+        "lora": settings.lora,
+        "frozen_adapters": frozen_adapters(settings),
     }
 
 
@@ -181,6 +186,7 @@ def make_trial(config: Config, model: Path, mode: Mode) -> Trial:
         checkpointing=mode,
         shared_prompts=trainer.shared_prompts,
         compiled=trainer.compile,
+        lora=lora_settings(config),
         longest=config.longest_slice,
     )
 

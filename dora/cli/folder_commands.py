@@ -128,8 +128,14 @@ def export(
     to: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Folder to create (default: DIR/export-v<version>).")
     ] = None,
+    adapter: Annotated[
+        bool,
+        typer.Option(
+            "--adapter/--merged", help="The adapter alone (trainer.lora), as peft has it, or weights that include it."
+        ),
+    ] = False,
 ) -> None:
     """Export a policy version as a Hugging Face model folder."""
     from dora.cli.export import export as command
 
-    command(folder, version=version, to=to)
+    command(folder, version=version, to=to, adapter=adapter)

@@ -23,8 +23,8 @@ from dora.seed.policy import SHIPPED
 
 PATH: Final = Path("dora/completion/words.json")
 #: Keys and options whose values are files or folders, though the schema has them as text.
-_FILES: Final = ("model.path", "objective.kl_reference", "environment.python", "environment.name", "--model", "--data",
-                 "--reward")  # fmt: skip
+_FILES: Final = ("model.path", "model.adapter", "objective.kl_reference", "environment.python", "environment.name",
+                 "--model", "--data", "--reward")  # fmt: skip
 _VALUES: Final[Mapping[str, Sequence[str]]] = {
     "model.path": tuple(SHIPPED),
     "--model": tuple(SHIPPED),

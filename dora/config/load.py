@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from dora.adapter_files import UNSUPPORTED
 from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.objectives.presets import PRESETS
@@ -50,6 +51,11 @@ _WANTED = {
 
 #: Types of errors about a value that is none of several choices.
 _ONE_OF = ("literal_error", "union_tag_invalid")
+
+#: Settings of peft that an adapter cannot have here, and why.
+_NOT_OF_LORA = {f"trainer.lora.{name}": why for name, why in UNSUPPORTED.items()} | {
+    "trainer.lora.dropout": "servers drop nothing, so their log-probs would differ from those of the trainer",
+}
 
 #: Maximum size of a file with a secret.
 MAX_SECRET_BYTES = 4_096
@@ -315,6 +321,8 @@ def _describe(problem: ErrorDetails, *, origins: Mapping[str, str], path: Path |
     for overridden, override in origins.items():
         if f"{key}.".startswith(f"{overridden}.") or f"{overridden}.".startswith(f"{key}."):
             where = f"{override}: "
+    if kind == "extra_forbidden" and key in _NOT_OF_LORA:
+        return [f"{where}{key}: not supported, because {_NOT_OF_LORA[key]}; remove it"]
     if kind == "extra_forbidden":
         return [f"{where}unknown key {key}; {_nearest(key, loc=problem['loc'])}"]
     if kind == "value_error":

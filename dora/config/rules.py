@@ -34,6 +34,7 @@ def problems(config: Config) -> Iterator[str]:
     """Yield one line for each problem."""
     yield from _algorithm_problems(config)
     yield from _optimizer_problems(config)
+    yield from _lora_problems(config)
     yield from _capacity_problems(config)
     yield from _address_problems(config)
     yield from _rank_problems(config)
@@ -89,6 +90,37 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
             yield f"trainer.compile: not with trainer.parallel.{key}, where layers gather weights; remove one of them"
     if trainer.schedule == "constant" and trainer.min_learning_rate:
         yield "trainer.min_learning_rate: has no effect with trainer.schedule = constant; remove it, or use cosine"
+
+
+def _lora_problems(config: Config) -> Iterator[str]:
+    trainer, lora = config.trainer, config.trainer.lora
+    if not lora.rank:
+        for key, field in type(lora).model_fields.items():
+            if getattr(lora, key) != field.default:
+                yield f"trainer.lora.{key}: has no effect with trainer.lora.rank = 0; remove it, or set a rank"
+        if config.model.adapter:
+            yield (
+                "model.adapter: only a run that trains an adapter begins with one; set trainer.lora.rank to its rank, "
+                "or merge it into model.path"
+            )
+        return
+    if not lora.targets or "all-linear" in lora.targets:
+        yield (
+            "trainer.lora.targets: write out the names of the linear modules, such as q_proj; all-linear would adapt "
+            "routers and experts too"
+        )
+    if trainer.optimizer == "muon":
+        yield (
+            "trainer.optimizer: muon would orthogonalize the two matrices of an adapter one by one, not their product; "
+            "use adamw"
+        )
+    if trainer.optimizer_state != "device":
+        yield (
+            f"trainer.optimizer_state: with trainer.lora, only an adapter has moments, too few for "
+            f"{trainer.optimizer_state} to save memory; use device"
+        )
+    if trainer.parallel.tensor > 1:
+        yield "trainer.parallel.tensor: not with trainer.lora, whose matrices it would have to divide too; set it to 1"
 
 
 def _capacity_problems(config: Config) -> Iterator[str]:

@@ -29,6 +29,8 @@ EMBEDDED_KV_TOKENS = 16_384
 MAX_NODES = 1 << 12
 #: Number of servers of a node without GPUs.
 CPU_NODE_SERVERS = 2
+#: Largest rank of an adapter.
+MAX_LORA_RANK = 1 << 12
 #: What the prompts of the default job ask for.
 SUMS = "Sums: a3b4c2= asks for 3 + 4 + 2; answers that end in 09 are right."
 
@@ -68,6 +70,10 @@ class ModelConfig(Section):
     revision: str = ""
     """Branch, tag or commit of an id on the hub. A run records and keeps the commit that it began with. Empty: the
     default branch."""
+    adapter: str = ""
+    """Folder of an adapter of this model, as peft and `dora export --adapter` write it, with which training begins:
+    version 0 is the model with the adapter, and so is the reference policy. Rank, scale and targets must be those of
+    `[trainer.lora]`. Empty: a new adapter, which adds nothing at first."""
     thinking: bool | None = None
     """Value of the chat template's `enable_thinking` switch. Unset: the template's own default."""
 
@@ -184,6 +190,21 @@ class ParallelConfig(Section):
     compute the same tokens, and sum activations four times a layer: for ranks with a fast link. For dense models."""
 
 
+class LoraConfig(Section):
+    """An adapter that is trained in place of the weights (LoRA, arXiv 2106.09685); docs/TRAINER.md has more."""
+
+    rank: Annotated[int, Field(ge=0, le=MAX_LORA_RANK)] = 0
+    """Rank of the product of two matrices that the adapter adds to each target: the smaller dimension of both. 0: there
+    is no adapter, and all weights are trained."""
+    alpha: Annotated[float, Field(gt=0.0)] = 32.0
+    """The product is scaled by alpha / `rank`."""
+    rslora: bool = False
+    """Scale the product by alpha / √`rank` instead (arXiv 2312.03732)."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """The linear modules that are adapted, by the last part of their names. Of a mixture of experts, only those of
+    attention can be; embeddings and head cannot."""
+
+
 class TrainerConfig(Section):
     """The torchrun trainer and its optimizer."""
 
@@ -229,6 +250,8 @@ class TrainerConfig(Section):
     """How the moments of AdamW are stored. `device`: in float32, 8 bytes for each parameter of a rank. `8bit`: in 8
     bits each, 2.02 bytes for each parameter. `host`: in the memory of the host, which then holds 16 bytes for each
     parameter; the update is computed there too."""
+    lora: LoraConfig = LoraConfig()
+    """The adapter that is trained, if any: see `[trainer.lora]`."""
     threads: Positive = 1
     """Number of torch threads per rank."""
     micro_batch_tokens: Positive = 4_096
@@ -484,7 +507,8 @@ class NodesConfig(Section):
     run folder is on a file system that all nodes see at the same path."""
     deltas: Annotated[int, Field(ge=0)] = 0
     """Every how many versions a whole one is sent; in between only differences are. It saves bandwidth, not time on
-    fast networks, and needs a 16-bit `trainer.publish_dtype`. 0: all are sent whole."""
+    fast networks, and needs a 16-bit `trainer.publish_dtype`. 0: all are sent whole. With `trainer.lora`, only adapters
+    are sent."""
     checkpoints: Path | None = None
     """Folder for the trainer's checkpoints, on storage that all nodes with ranks see at this path. Unset: the run
     folder, to which the files of each rank are copied."""

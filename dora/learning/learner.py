@@ -24,6 +24,7 @@ from dora import files, foreign
 from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.trainer.checkpoint import Saver, Storage
+from dora.trainer.copies import frozen_adapters
 from dora.trainer.forward_check import check_training
 from dora.trainer.meeting import Meeting
 from dora.trainer.meshes import make_mesh
@@ -147,7 +148,13 @@ class Learner:
         """`folder`: where it is saved, and where it goes on from if it was."""
         self._reports = _Reports()
         self._folder = folder
-        policy = Policy(model, mesh=make_mesh("cpu"), dtype=torch.float32)
+        policy = Policy(
+            model,
+            mesh=make_mesh("cpu"),
+            dtype=torch.float32,
+            lora=settings.lora,
+            frozen_adapters=frozen_adapters(settings),
+        )
         self.versions = VersionsInMemory(policy)
         saved = checkpoints_in(folder)[-1:] if folder is not None else []
         order = Configure(

@@ -69,6 +69,7 @@ class ClusterSettings:
     term: int
     token: str
     live_bytes: int  # for which live versions need room on each node
+    model: Path  # folder of the model on this host, which may have no weights
     known: Known  # from earlier starts
     removed: Collection[InstanceId]  # of nodes that have left; their numbers are not given again
     save: Callable[[Known], None]
@@ -108,6 +109,7 @@ class Cluster:
             source=source,
             changes=self.changes,
             whole_every=config.nodes.deltas,
+            model=settings.model,
         )
         self.on_new_servers: Callable[[Place], int] | None = None  #: returns the first instance of a place
         self.on_leaving: Callable[[Place], None] = lambda place: None

@@ -28,6 +28,7 @@ from dora.core.ids import VersionId
 from dora.engine.engines import installed_release
 from dora.errors import ConfigError
 from dora.journal.access import restrict, set_umask
+from dora.model_files import ModelFolders
 from dora.node.cuda import num_devices
 from dora.node.place import Changes
 from dora.node.plan import ProcessPlan, RollingNode, ServerPart, TrainingNode, plan_engines, plan_trainer
@@ -67,7 +68,7 @@ class NodeSettings:
     folder: Path
     token: str
     api_key: str | None  # of its servers; None: each gets its own
-    find_models: Callable[[Config], Awaitable[tuple[Path, Path | None]]]  # folders of the model and of the reference
+    find_models: Callable[[Config], Awaitable[ModelFolders]]
     is_well: IsWell
     tell: Callable[[str], None]  # shows a line to the user
 
@@ -121,7 +122,7 @@ class Member:
         """Prepare folders, store and relay for a run."""
         config = parse(welcome.config)
         set_umask(config.run.group)
-        model, reference = await settings.find_models(config)
+        found = await settings.find_models(config)
         root = (settings.folder / welcome.run_id).resolve()
         store = await asyncio.to_thread(_open_store, stack, settings, welcome, root)
         key, lease = secrets.token_hex(32), root / f"lease-{os.getpid()}"
@@ -134,8 +135,9 @@ class Member:
             settings,
             welcome,
             paths=NodePaths(
-                model=str(model),
-                reference=str(reference or ""),
+                model=str(found.model),
+                reference=str(found.reference or ""),
+                adapter=str(found.adapter or ""),
                 memory_root=str(store.memory_root),
                 durable_root=str(root / "versions"),
                 checkpoints=str(root / "checkpoints"),
@@ -317,7 +319,9 @@ class Member:
                 await self._ordered.until(lambda: bool(self._sources(version)))
                 self._receiving.add(version)
                 self._on_change()
-                await self._relay.fetch(manifest, last_known(partial(self._sources, version)), base=base)
+                await self._relay.fetch(
+                    manifest, last_known(partial(self._sources, version)), base=base, model=Path(self._paths.model)
+                )
             self._held[version] = await asyncio.to_thread(self._store.folder, version)
         finally:
             self._receiving.discard(version)

@@ -21,6 +21,7 @@ from dora.errors import RemoteError
 from dora.node.place import Changes, Place
 from dora.node.sources import Holding, choose, last_known
 from dora.transport.node_messages import FolderOrder, RelaySource
+from dora.weights.merging import has_recipe
 from dora.weights.relay import Relay
 from dora.weights.source import VersionSource
 from dora.weights.store import Manifest, StoreError, VersionStore
@@ -43,14 +44,16 @@ class Spread:
         source: RelaySource,
         changes: Changes,
         whole_every: int,
+        model: Path,
     ) -> None:
         """`source`: this host's relay, as nodes see it. `whole_every`: versions that are no multiple of this travel as
-        deltas, if possible; 0: none."""
+        deltas, if possible; 0: none. `model`: the folder of the model on this host."""
         self._whole_every = whole_every
         self._places = places
         self.maker: Place | None = next((place for place in places if place.has_ranks), None)  #: where rank 0 is
         self._store = store
         self._relay = relay
+        self._model = model
         self._source = source
         self._changes = changes
         self._manifests: dict[VersionId, Manifest] = {}
@@ -97,7 +100,9 @@ class Spread:
                 await self._changes.until(lambda: version not in self._own or bool(self._own_sources(version)))
                 if version in self._own:
                     sources = last_known(partial(self._own_sources, version))
-                    await self._relay.fetch(self._manifests[version], sources, base=self._base(version))
+                    await self._relay.fetch(
+                        self._manifests[version], sources, base=self._base(version), model=self._model
+                    )
                     self._own[version] = Holding.ALL
                     self._changes.tell()
             except StoreError as err:
@@ -168,7 +173,9 @@ class Spread:
         return found
 
     def _base(self, version: VersionId) -> VersionId | None:
-        """Return the version to which a version has a delta, if any."""
+        """Return the version to which a version has a delta, if any: none if receivers make its weights."""
+        if (manifest := self._manifests.get(version)) is not None and has_recipe(manifest):
+            return None
         return VersionId(version - 1) if self._whole_every and version % self._whole_every else None
 
     def _own_sources(self, version: VersionId) -> list[VersionSource]:

@@ -5,6 +5,7 @@ Invariant: importing this module does not import torch.
 
 from __future__ import annotations
 
+import os
 from importlib.resources import files
 from pathlib import Path
 from typing import Final
@@ -32,6 +33,6 @@ def model_folder(name: str, *, revision: str = "", field: str = "model.path") ->
     if name in SHIPPED:
         return path(name)
     folder = Path(name)
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):  # false, too, if the folder cannot be searched
         raise ConfigError(no_model(name, field=field))
     return folder.resolve()

@@ -14,7 +14,7 @@ divide matrices are forecast with less to gather, and with all that a pass of wh
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Collection, Container
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_iter
 
 from dora.model_config import load_config
 from dora.trainer import model as policy
+from dora.trainer.adapters import Adapters
 from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
 from dora.trainer.experts import expert_parameters, require_experts
 from dora.trainer.layouts import layout_of, require_divided
@@ -37,6 +38,7 @@ from dora.trainer.logprobs import few_tiles, logprobs
 from dora.trainer.optimizer import MomentBytes, roles_of
 from dora.trainer.packing import PACKED, Layout, Row, make_row
 from dora.trainer.tensor import divided_parameters, require_tensor
+from dora.transport.messages import LoraSettings
 
 #: Models with at most this many bytes of weights run with data, which takes a tenth of the time.
 WITH_DATA: Final = 2**26
@@ -90,16 +92,21 @@ class Outline:
         copies_on_host: bool = False,
         expert_ranks: int = 1,
         tensor_ranks: int = 1,
+        lora: LoraSettings | None = None,
+        frozen_adapters: Collection[str] = (),
     ) -> None:
         """`dtype`: of the computation. `moments`: of the optimizer on the device. `copies`: number of policies in
         addition to the trained one (dora/trainer/copies.py). `expert_ranks`: that divide the experts, of whose tokens
-        each is assumed to get as many.
+        each is assumed to get as many. `lora`, `frozen_adapters`: see `ShardedModel`.
 
         ConfigError if the folder has no model that can be trained in this way.
         """
         self._copies = copies
         self._copies_on_host = copies_on_host
         self._model = policy.build_on_meta(load_config(model_path), dtype)
+        if lora is not None:
+            Adapters(self._model, lora, frozen=frozen_adapters)
+            self._model.enable_input_require_grads()  # so that the first layer keeps what the others do
         layers = list(policy.decoder_layers(self._model))
         if expert_ranks > 1:
             require_experts(self._model, ranks=expert_ranks)
@@ -111,7 +118,10 @@ class Outline:
         absent = {unit: _size(unit, divided) * (groups - 1) // groups for unit in (self._model, *layers)}
         units = [_size(unit) - absent[unit] for unit in policy.sharding_units(self._model)]
         self.parameters = _size(self._model)  #: number
+        adapters = sum(p.numel() for name, p in self._model.named_parameters() if ".lora_" in name)
+        self.published = self.parameters - adapters  #: number of those that a server has
         self._gatherable = self.parameters - absent[self._model]  # number on one rank
+        self._trained = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
         self._moments = _moments(self._model, moments)
         self._largest_unit = max(units, default=0)
         self._rest = self._gatherable - sum(units)  # embeddings, head
@@ -135,14 +145,18 @@ class Outline:
         `layout`: of the rows; None: the layout for this kind of model. `is_trial`: without moments and copies.
         """
         copies, moments = (0, 0.0) if is_trial else (self._copies, self._moments)
-        if is_gathered := 8 * self.parameters <= policy.GATHERED_BYTES:  # all, and gradients until the step closes
-            gathered = self._gatherable * (self._width * (1 + copies) + 4) + self._rest * self._width
+        if is_gathered := policy.stays_gathered(self._model):  # all, and gradients until the step closes
+            has_all = self._trained == self.parameters
+            gradients = self._gatherable * 4 + self._rest * self._width if has_all else self._trained * 4
+            gathered = self._gatherable * self._width * (1 + copies) + gradients
         else:  # embeddings and head, and two layers: one computes while the next is gathered
             gathered = (self._rest + 2 * self._largest_unit) * self._width
         copy_bytes = 0 if self._copies_on_host else copies * self._width
         kept, working = self._count(max(tokens, longest), longest, layout or self._layout)
+        frozen = (self.parameters - self._trained) * self._width
+        states = frozen + self._trained * (4 + 4 * (not is_gathered)) + self.parameters * copy_bytes + moments
         return Forecast(
-            states=round(-(-(self.parameters * (4 + 4 * (not is_gathered) + copy_bytes) + moments) // ranks)),
+            states=round(-(-states // ranks)),
             gathered=gathered,
             kept=kept,
             working=working,
@@ -153,8 +167,8 @@ class Outline:
         require_divided(self._model, ranks=ranks, longest=longest)
 
     def checkpoint_bytes(self, moments: MomentBytes) -> int:
-        """Return the size of a checkpoint with the weights, in float32, and these moments."""
-        return 4 * self.parameters + _moments(self._model, moments)
+        """Return the size of a checkpoint with what is trained, in float32, and these moments."""
+        return 4 * self._trained + _moments(self._model, moments)
 
     def _count(self, tokens: int, longest: int, layout: Layout) -> tuple[int, int]:
         """Return the bytes that the forward pass keeps, and the bytes that the backward pass uses in addition."""
@@ -217,6 +231,8 @@ def choose_mode(
     copies_on_host: bool = False,
     expert_ranks: int = 1,
     tensor_ranks: int = 1,
+    lora: LoraSettings | None = None,
+    frozen_adapters: Collection[str] = (),
 ) -> tuple[Mode, Forecast]:
     """Return the first mode of checkpointing whose forecast fits in `memory` bytes, or else the last one."""
     for mode in MODES:
@@ -229,6 +245,8 @@ def choose_mode(
             copies_on_host=copies_on_host,
             expert_ranks=expert_ranks,
             tensor_ranks=tensor_ranks,
+            lora=lora,
+            frozen_adapters=frozen_adapters,
         )
         found = outline.forecast(tokens=tokens, longest=longest, ranks=ranks)
         if found.total <= FITS * memory:
@@ -258,7 +276,7 @@ def _moments(model: Any, moments: MomentBytes) -> int:
     """Return the bytes of all moments of a model."""
     roles = roles_of(model)
     each = (getattr(moments, "hidden" if roles[name] == "hidden" else "other") * p.numel()
-            for name, p in model.named_parameters())  # fmt: skip
+            for name, p in model.named_parameters() if p.requires_grad)  # fmt: skip
     return round(sum(each))
 
 

@@ -9,6 +9,8 @@ In 16 bits rounding hides such state, above all under untrained weights: packing
 their rounding. So the same rows are computed once more with other tokens in every second sequence. Shapes, kernels and
 rounding are the same, so the log-probs of the unchanged sequences must stay the same too.
 
+An adapter may be new, and so have no effect: at the start, another one is in its place.
+
 A row in which the sequences share their prompts is checked likewise. If only that fails, prompts are not shared.
 Where several ranks divide each row, they divide those of the check too; a sequence alone is computed by every rank.
 """
@@ -111,12 +113,20 @@ def check_training(
 
     Gradients are compared for sequences that fit in one rank alone, so up to its part of the longest one.
     """
+    with policy.trial_adapter():
+        return _check_training(policy, dtype, shared_prompts, longest=longest, context=context)
+
+
+def _check_training(
+    policy: Policy, dtype: str, shared_prompts: Sharing, *, longest: int, context: Context | None
+) -> CheckedLayout:
     model, device = policy.model, policy.device
     found = check_forward(
         model, device=device, dtype=dtype, shared_prompts=shared_prompts, longest=longest, context=context
     )
     sequences = sequences_for(model.config, longest=-(-longest // found.layout.slices))
     expected = _gradients(policy, sequences, None)
+    _require_effect(policy, expected)
 
     def error_of(layout: Layout) -> float:
         together = _gradients(policy, sequences, layout)
@@ -245,6 +255,22 @@ def _gradients(policy: Policy, sequences: Sequences, layout: Layout | None) -> d
     policy.clear_gradients()
     policy.reshard()
     return gradients
+
+
+def _require_effect(policy: Policy, gradients: dict[str, Tensor]) -> None:
+    """Raise ConfigError if part of an adapter has no gradient: a model may use a weight without its module."""
+    if policy.adapters is None:
+        return
+    names = [*policy.trained()]
+    zero = torch.zeros((), device=policy.device)
+    squares = torch.stack([gradients.get(name, zero).double().square().sum() for name in names])
+    dist.all_reduce(squares)
+    if idle := [name for name, square in zip(names, squares.tolist(), strict=True) if not square]:
+        target = idle[0].partition(".lora_")[0]
+        raise ConfigError(
+            f"trainer.lora.targets: an adapter of {target} has no effect in {_name(policy.model)}; remove "
+            f"{target.rpartition('.')[2]}"
+        )
 
 
 def _packed_logprobs(model: Any, row: Row) -> Tensor:

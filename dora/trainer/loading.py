@@ -63,6 +63,13 @@ class Plan:
     untrained: tuple[str, ...]  # names in the folder of buffers, and of tensors that the model has no use for
     float32: frozenset[str]  # names in the folder of tensors that a 16-bit or FP8 folder keeps in float32
 
+    @property
+    def wide(self) -> frozenset[str]:
+        """Names in the model of tensors that come from `float32`."""
+        return frozenset(
+            target for one in self.conversions if self.float32 & one.sources.keys() for target in one.targets
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
@@ -319,7 +326,7 @@ def _files_by_name(model_path: Path) -> dict[str, Path]:
 
 def load_shards(model: Any, folder: ModelFolder, plan: Plan, *, rank: int) -> None:
     """Fill this rank's rows and all persistent buffers. `rank`: its number in its copy of the weights."""
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    tensors = tensors_of(model)
     parts = {name: own_block(tensor, rank) for name, tensor in tensors.items()}
     rows = {name: part.rows for name, part in parts.items()}
     filled: dict[int, str] = {}
@@ -337,6 +344,20 @@ def load_shards(model: Any, folder: ModelFolder, plan: Plan, *, rank: int) -> No
                     f"model.path: {name} and {before} differ in {folder.path}, but its config.json ties them; set "
                     "tie_word_embeddings to false there"
                 )
+
+
+def tensors_of(model: Any) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a model by the names that they have without adapters, which are left out.
+
+    Tied parameters have several names.
+    """
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    return {plain_name(name): tensor for name, tensor in tensors.items() if not re.search(r"\.lora_[AB]\.", name)}
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a parameter has without adapters."""
+    return name.replace(".base_layer.", ".")
 
 
 def own_block(tensor: Tensor, rank: int) -> Block:

@@ -29,7 +29,7 @@ from dora.trainer.attention_gpu import describe
 from dora.trainer.checkpoint import Saver, Storage
 from dora.trainer.checkpointing import MODES, Mode
 from dora.trainer.context import make_context
-from dora.trainer.copies import count_copies
+from dora.trainer.copies import count_copies, frozen_adapters
 from dora.trainer.forecast import choose_mode
 from dora.trainer.forward_check import check_training
 from dora.trainer.full_disk import print_error
@@ -113,6 +113,8 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
             dtype=getattr(torch, settings.dtype),
             activation_checkpointing=mode,
             compiled=settings.compile,
+            lora=settings.lora,
+            frozen_adapters=frozen_adapters(settings),
         )
         checked = check_training(
             policy,
@@ -172,6 +174,8 @@ def _checkpointing(order: Configure, device: torch.device) -> tuple[Mode, str]:
             copies_on_host=settings.copies == "host",
             expert_ranks=settings.expert_ranks,
             tensor_ranks=settings.tensor_ranks,
+            lora=settings.lora,
+            frozen_adapters=frozen_adapters(settings),
         )
         chosen.fill_(MODES.index(mode))
         figures = f"a rank is forecast to take {found.total / 2**30:.1f} of {int(memory) / 2**30:.1f} GB"

@@ -1,7 +1,7 @@
 """The policy: any causal LM of transformers, sharded by FSDP2; each rank reads only its own rows of the safetensors.
 
-Invariant: weights and gradients of the policy that persist are float32; `dtype` is the compute type only. Tied
-parameters are one parameter throughout.
+Invariant: trained weights and gradients of the policy that persist are float32; `dtype` is the compute type only. Tied
+parameters are one parameter throughout. Where an adapter is trained, the weights of the model are frozen in `dtype`.
 
 A model below GATHERED_BYTES stays gathered during an update, and its gradients are reduced once, in the last pass,
 because a small model on a CPU would otherwise spend most of its time in collectives. The layers of a larger model are
@@ -11,8 +11,8 @@ Both are correct, because every rank gets the same number of micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,10 +36,12 @@ from transformers.models.auto.modeling_auto import (
 from dora.errors import ConfigError
 from dora.model_config import load_config, text_config
 from dora.trainer import attention, checkpointing, experts, tensor
-from dora.trainer.agreement import together
-from dora.trainer.loading import ModelFolder, Plan, load_shards, open_folder, plan
+from dora.trainer.adapters import Adapters
+from dora.trainer.agreement import gather_bytes, together
+from dora.trainer.loading import ModelFolder, Plan, load_shards, open_folder, plain_name, plan
 from dora.trainer.meshes import GROUP, Mesh
 from dora.trainer.resharding import Divided
+from dora.transport.messages import LoraSettings
 from dora.weights.file_plan import TensorSpec
 
 GATHERED_BYTES = 2 * 2**30  # float32 weights + gradients of the whole model on every rank
@@ -71,8 +73,12 @@ class ShardedModel:
         on_host: bool = False,
         activation_checkpointing: checkpointing.Mode = "none",
         compiled: bool = False,
+        lora: LoraSettings | None = None,
+        frozen_adapters: Collection[str] = (),
     ) -> None:
         """`dtype`: of the computation, and of the shards if they are `frozen`; trained shards are float32.
+
+        `lora`: the adapter that is trained in place of the weights. `frozen_adapters`: those beside it.
 
         `on_host`: the shards are in pinned host memory, and FSDP2 copies those of a layer to the device before it runs.
         """
@@ -84,11 +90,19 @@ class ShardedModel:
         with ExitStack() as opened:
             self.model: Any  # a transformers model whose class FSDP2 extends
             self.model, folder, self.plan = together(lambda: _planned(model_path, dtype, opened), device=self.device)
-            for parameter in self.model.parameters():
-                parameter.data = parameter.data.to(dtype if frozen else MASTER_DTYPE)
-                parameter.requires_grad_(not frozen)
+            #: Of which only one is trained; None: there is none, and all weights are trained.
+            self.adapters: Adapters | None = None
+            if lora is not None:
+                add = partial(Adapters, self.model, lora, frozen=frozen_adapters)
+                self.adapters = together(add, device=self.device)
+            self.gathered = stays_gathered(self.model)
+            wide = self.plan.wide if lora else frozenset()  # their values are published as they were read
+            for name, parameter in self.model.named_parameters():
+                is_trained = parameter.requires_grad and not frozen
+                is_wide = is_trained or plain_name(name) in wide
+                parameter.data = parameter.data.to(MASTER_DTYPE if is_wide else dtype)
+                parameter.requires_grad_(is_trained)
             self.vocab_size: int = self.model.config.get_text_config().vocab_size
-            self.gathered = 8 * sum(p.numel() for p in self.model.parameters()) <= GATHERED_BYTES
             #: Whether ranks meet in every pass, so that all need the same number of passes.
             self.meets_in_passes = not self.gathered or mesh.divides == "experts"
             units = self._divide()
@@ -112,6 +126,10 @@ class ShardedModel:
             shard(self.model)
             _materialize(self.model, device=self.device, shards_on=torch.device("cpu") if on_host else self.device)
             together(lambda: self.load_shards(folder), device=self.device)
+            if self.adapters is not None:
+                fill = partial(self.adapters.fill, rank=self.sharding.get_local_rank())
+                if len({*gather_bytes(together(fill, device=self.device), device=self.device)}) > 1:
+                    raise ConfigError("model.adapter: its files differ between hosts; copy those of one to the others")
             keeps = dist.get_rank() == 0 and not frozen
             #: What rank 0 publishes as it was read, by name; a copy, since a folder may change
             self.untrained = {name: folder.read(name).clone() for name in self.plan.untrained if keeps}
@@ -171,6 +189,32 @@ class ShardedModel:
 
 class Policy(ShardedModel):
     """The model that is trained."""
+
+    def trained(self) -> dict[str, Tensor]:
+        """Return this rank's rows of the parameters that are trained, as `shards` does."""
+        parameters = dict(self.model.named_parameters())
+        return {name: shard for name, shard in self.shards().items() if parameters[name].requires_grad}
+
+    @contextmanager
+    def trial_adapter(self) -> Iterator[None]:
+        """In this context, the adapter is one that is not zero, so that a check of the model is one of its adapter
+        too."""
+        if self.adapters is None:
+            yield
+            return
+        before = {name: shard.clone() for name, shard in self.trained().items()}
+        self.reshard()
+        self.adapters.draw(rank=self.sharding.get_local_rank(), is_trial=True)
+        yield
+        self.reshard()
+        for name, shard in self.trained().items():
+            shard.copy_(before[name])
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """In this context, passes are those of the model as it was read."""
+        with nullcontext() if self.adapters is None else self.adapters.using(None):
+            yield
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of `shards`: sums over all ranks."""
@@ -312,6 +356,12 @@ def sharding_units(model: Any) -> list[nn.Module]:
     layers = list(decoder_layers(model))
     parameters = [parameter for layer in layers for parameter in layer.parameters()]
     return layers if len(parameters) == len(set(parameters)) else []
+
+
+def stays_gathered(model: Any) -> bool:
+    """Return whether the whole weights, and gradients of those that require them, are small enough to stay on each
+    rank during an update."""
+    return sum((4 + 4 * p.requires_grad) * p.numel() for p in model.parameters()) <= GATHERED_BYTES
 
 
 def _materialize(model: Any, *, device: torch.device, shards_on: torch.device) -> None:

@@ -5,6 +5,8 @@ into the tensors of its experts, and a rank converts those that it has. Conversi
 tensors need them whole: they are gathered, one at a time, to the rank that will write them. So are all tensors if some
 ranks cannot write, because the folder is on another host.
 
+Where an adapter is trained, its part is added to the rows of a weight, in float64, as they are converted.
+
 Invariant: every element of every tensor of the folder is written by exactly one rank, of the first copy of the weights.
 These get the published type, except those that a 16-bit or FP8 folder keeps in float32. Tensors that are not trained
 are published as they were read, but for FP8, which gets the published type; rank 0 writes them.
@@ -15,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -23,11 +26,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dora.trainer import buckets
+from dora.trainer.adapters import Factors, write_adapter
 from dora.trainer.buckets import TYPES, rows_in
-from dora.trainer.loading import Conversion, as_published, own_block, stacks_rows
+from dora.trainer.loading import Conversion, as_published, own_block, stacks_rows, tensors_of
 from dora.trainer.meshes import Block
 from dora.trainer.model import Policy
 from dora.weights.file_plan import TensorSpec
+from dora.weights.merging import MAX_RANK, RECIPE, MergeRecipe, Origin
+from dora.weights.store import ADAPTER
 
 
 class Piece(NamedTuple):
@@ -44,7 +50,7 @@ class _Shard:
 
     conversion: Conversion
     row: int  # the first one
-    rows: Tensor  # shares memory with the model
+    rows: Tensor  # shares memory with the model; without the adapter
 
 
 class Parts:
@@ -57,10 +63,14 @@ class Parts:
         self._rank, self._world_size = policy.sharding.get_local_rank(), policy.sharding.size()
         self._writers = writers
         self._tensors: dict[str, Tensor] = {}  # of the model; kept, as a module has others while it is gathered
+        self._wide = policy.plan.wide
         untrained = set(policy.plan.untrained)
-        trained = [one for one in policy.plan.conversions if not one.sources.keys() <= untrained]
+        self._trained = trained = [one for one in policy.plan.conversions if not one.sources.keys() <= untrained]
+        tensors = tensors_of(policy.model)
+        self._adapter = None if policy.adapters is None else policy.adapters.factors()
+        self._factors: dict[str, Factors] = {}  # by name of the weight; see `gather`
         for target in (target for conversion in trained for target in conversion.targets):
-            self._tensors[target] = policy.model.get_parameter_or_buffer(target).detach()
+            self._tensors[target] = tensors[target].detach()
         self._gathered = [
             one for one in trained if writers < self._world_size or not _is_local(one) or self._has_columns(one)
         ]
@@ -72,11 +82,15 @@ class Parts:
         self.specs += [self._untrained_spec(name) for name in policy.plan.untrained]
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield what this rank writes of its own, converted when it is asked for; all but `gather`."""
+        """Yield what this rank writes of its own, converted when it is asked for: all but what the last `gather`
+        returned, and with the adapter as it was then."""
         for shard in self._shards:
             step = rows_in(buckets.BUCKET_BYTES, shard.rows)
             for start in range(0, len(shard.rows), step):
-                yield from self._published(shard.conversion, shard.row + start, shard.rows[start : start + step])
+                row, rows = shard.row + start, shard.rows[start : start + step]
+                yield from self._published(
+                    shard.conversion, row, self._with_adapter(shard.conversion.targets[0], rows, row)
+                )
         if self._rank == 0:
             for name, tensor in self._policy.untrained.items():
                 yield Piece(name, 0, tensor.to(self._dtype) if name in self._policy.dequantised else tensor)
@@ -86,6 +100,8 @@ class Parts:
         kept: list[Piece] = []
         if self._policy.copy_number:
             return kept
+        if self._adapter is not None:
+            self._factors = self._adapter.whole(self._policy.sharding.get_group(), dtype=self._dtype)
         for number, conversion in enumerate(self._gathered):
             owner = number % self._writers
             is_of_rows = conversion.converter is None and not self._has_columns(conversion)
@@ -93,15 +109,48 @@ class Parts:
             kept += [piece._replace(rows=piece.rows.to("cpu", copy=True)) for piece in found]
         return kept
 
+    def write_adapter(self, folder: Path) -> None:
+        """Write the adapter as it was at the last `gather`, if one is trained, into the folder of a version; with a
+        recipe, if nodes can make the weights of their copies of the model."""
+        if self._policy.adapters is not None:
+            settings = self._policy.adapters.settings
+            write_adapter(folder / ADAPTER, self._factors, settings)
+            adapted = [one for one in self._trained if self._factors.keys() & {*one.targets}]
+            is_copied = all(one.converter is None or stacks_rows(one.converter) for one in self._trained)
+            is_added = all(one.converter is None for one in adapted)
+            if is_copied and is_added and not self._policy.dequantised and settings.rank <= MAX_RANK:
+                (folder / RECIPE).write_bytes(self._recipe(adapted).encode())
+
+    def _recipe(self, adapted: list[Conversion]) -> MergeRecipe:
+        """Return how tensors of the folder become those of a version."""
+        held = {name: self._tensors[one.targets[0]].dtype for one in self._trained for name in one.sources}
+        targets = {name: one.targets[0] for one in adapted for name in one.sources}
+        return MergeRecipe(
+            scale=next(iter(self._factors.values())).scale,
+            tensors=tuple(
+                Origin(
+                    name=spec.name,
+                    dtype=spec.dtype,
+                    shape=spec.shape,
+                    held=TYPES[held[spec.name]] if spec.name in held else spec.dtype,
+                    module=targets.get(spec.name, "").removesuffix(".weight"),
+                    is_transposed=spec.name in targets and self._factors[targets[spec.name]].is_transposed,
+                )
+                for spec in self.specs
+            ),
+        )
+
     def _rows(self, conversion: Conversion, owner: int) -> Iterator[Piece]:
         """Yield, on the owner, the rows of all ranks, some of each rank at a time."""
         [name], [target] = conversion.sources, conversion.targets
         everyones = [part.rows for part in self._blocks_of(target)]
         local, most = self._local(target), max(map(len, everyones))
         step = rows_in(buckets.BUCKET_BYTES // self._world_size, local)
+        first = own_block(self._tensors[target], self._rank).rows.start
         for start in range(0, most, step):
             count = min(step, most - start)
-            found = self._gather_to(owner, self._cast(name, local[start : start + count]), count)
+            mine = self._with_adapter(target, local[start : start + count], first + start)
+            found = self._gather_to(owner, self._cast(name, mine), count)
             for rows, values in zip(everyones, found, strict=False):
                 if own := rows[start : start + count]:
                     yield Piece(name, own.start, values[: len(own)])
@@ -117,7 +166,7 @@ class Parts:
                 tensor = torch.empty(tensor.shape if found else 0, dtype=tensor.dtype, device=tensor.device)
                 for part, values in zip(parts, found, strict=False):
                     tensor[part.slices[: tensor.dim()]] = values[: len(part.rows)]
-            tensors[target] = tensor
+            tensors[target] = self._with_adapter(target, tensor, 0)
         if self._rank == owner:
             for name, tensor in as_published(self._policy.model, conversion, tensors).items():
                 yield Piece(name, 0, self._cast(name, tensor))
@@ -139,6 +188,12 @@ class Parts:
             before, number, after = re.fullmatch(r"(.*\.)(\d+)(\..*)", name).groups()  # type: ignore[union-attr]
             of_expert = f"{before}{row + int(number)}{after}"
             yield Piece(of_expert, 0, self._cast(of_expert, tensor))
+
+    def _with_adapter(self, target: str, rows: Tensor, row: int) -> Tensor:
+        """Return rows of a tensor, from `row` on, with what the adapter adds; then in the published type."""
+        if (factors := self._factors.get(target)) is None:
+            return rows
+        return factors.added_to(rows, start=row, dtype=torch.float32 if target in self._wide else self._dtype)
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         return tensor.to(self._type(name, tensor.dtype))

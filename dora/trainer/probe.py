@@ -4,7 +4,8 @@ log π_s/μ of a stale token mixes two differences: log π_v/μ is between two e
 is between two weights in the same engine. For a token of version s in the first update the second one is 0, as
 π_v = π_s. For a few stale sequences of a step the probe computes log π_v with the weights of v from the store, which
 keeps v until the step with its groups is trained. The model is not copied: the policy's shards are set aside in host
-memory, v is loaded in their place for one pass, and then the shards are put back, bit for bit.
+memory, v is loaded in their place for one pass, and then the shards are put back, bit for bit. What is published
+includes the adapter, if there is one, which is switched off in that pass.
 
 Invariant: the probe changes no weight and no gradient, and never ends a run: a version that cannot be read is skipped.
 Legend: P trained tokens of a pass, p those of one sequence.
@@ -136,7 +137,7 @@ class Probe:
             device=self._policy.device,
         )
         try:
-            with self._under(version), torch.no_grad():
+            with self._under(version), self._policy.without_adapter(), torch.no_grad():
                 settings = self._settings
                 sampled_P = logprobs(
                     self._policy.model, row, temperature=settings.temperature, fp32_head=settings.fp32_head

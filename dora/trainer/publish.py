@@ -9,6 +9,8 @@ once all have, computes the checksums of some files. Then rank 0 seals the folde
 Invariant: a version number is published once. If the store already has it (a step replayed after a resume), the new
 bytes are only compared with the stored ones. A folder is sealed after all ranks have written and closed its files. On a
 full disk, publication waits for space.
+
+Where an adapter is trained, the weights of a version include it, and it is beside them in a folder of its own.
 """
 
 from __future__ import annotations
@@ -128,6 +130,7 @@ class Publisher:
         with clear_errors(f"cannot write version {version} to {root}", remove=staged):
             make_files(staged, self._plan)
             copy_model_files(self._model_path, staged, dtype=self._dtype)
+            self._parts.write_adapter(staged)
         return staged
 
     def _seal(self, version: VersionId, chain: str, written: Future[Path]) -> None:
@@ -150,7 +153,8 @@ class Publisher:
         for rank, what in itertools.product(range(self._writers), ("folder", "written", "checksums")):
             self._meeting.forget(self._word(what), rank=rank)  # all have heard them
         replayed = version in {*self._store.live(), *self._store.durable()}
-        made = {path.name: checksums.get(path.name) or checksum_of(path) for path in sorted(folder.iterdir())}
+        names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        made = {name: checksums.get(name) or checksum_of(folder / name) for name in names}
         manifest = self._store.seal(version, folder, chain=chain, checksums=checksums)
         return VersionWritten(
             version=version,

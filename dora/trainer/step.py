@@ -97,7 +97,7 @@ class Trainer:
         self._publisher = publisher
         self._rank = dist.get_rank()
         self._clock = clock or RankClock(self._rank)
-        self._shards = policy.shards()
+        self._shards = policy.trained()
         self._optimizer = ShardOptimizer(
             self._shards, order.settings, model=policy.model, group=policy.sharding.get_group()
         )

@@ -22,6 +22,7 @@ from dora.trainer.meshes import make_mesh
 from dora.trainer.model import Policy, require_device
 from dora.trainer.packing import Sharing
 from dora.trainer.score import score_with
+from dora.transport.messages import LoraSettings
 
 
 class Trial:
@@ -37,6 +38,7 @@ class Trial:
         shared_prompts: Sharing,
         compiled: bool,
         longest: int,
+        lora: LoraSettings | None = None,
     ) -> None:
         """Load and check the model, for sequences of up to `longest` tokens; ConfigError if it cannot be trained."""
         require_device(device)
@@ -49,6 +51,7 @@ class Trial:
                 dtype=getattr(torch, dtype),
                 activation_checkpointing=checkpointing,
                 compiled=compiled,
+                lora=lora,
             )
             self.checked = check_training(self._policy, dtype=dtype, shared_prompts=shared_prompts, longest=longest)
         except BaseException:
@@ -89,13 +92,15 @@ class Trial:
         temperature: float,
         fp32_head: bool,
     ) -> list[NDArray[np.float32]]:
-        """Return the log-probs of each sequence's tokens after the prompt; see `dora.trainer.score`."""
-        return score_with(
-            self._policy.model,
-            self.checked.layout,
-            sequences,
-            prompt_lengths=prompt_lengths,
-            temperature=temperature,
-            device=self._policy.device,
-            fp32_head=fp32_head,
-        )
+        """Return the log-probs of each sequence's tokens after the prompt, without an adapter; see
+        `dora.trainer.score`."""
+        with self._policy.without_adapter():
+            return score_with(
+                self._policy.model,
+                self.checked.layout,
+                sequences,
+                prompt_lengths=prompt_lengths,
+                temperature=temperature,
+                device=self._policy.device,
+                fp32_head=fp32_head,
+            )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dora.core.ids import StepId, TrajectoryId, Truncation, VersionId
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 #: `MicroBatch.rewards_to_go` if all episodes have one turn.
 NO_TURNS: Final = np.zeros((0, 0, 0), np.float32)
@@ -32,6 +32,17 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 # ---- received by the trainer ----------------------------------------------------------------------------------------
+
+
+class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The adapter that is trained in place of the weights."""
+
+    rank: int
+    alpha: float
+    rslora: bool
+    targets: tuple[str, ...]
+    seed: int  # of the run: its first values are drawn from it
+    begins_with: str = ""  # folder of an adapter that has the first values; "": they are drawn
 
 
 class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +65,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     schedule: Literal["constant", "linear", "cosine"]
     min_learning_rate: float  # as a share of learning_rate
     warmup_steps: int
+    lora: LoraSettings | None = None  # None: all weights are trained
     weight_decay: float
     beta1: float
     beta2: float

@@ -15,7 +15,7 @@ import msgspec
 from dora.transport.messages import Message
 
 #: Raised with each change of the messages below `Join`.
-NODE_PROTOCOL: Final = 3
+NODE_PROTOCOL: Final = 4
 #: In place of a host in a `RelaySource`: that of the controller, by whatever name the node reaches it.
 CONTROLLER_HOST: Final = "controller.invalid"
 
@@ -135,6 +135,7 @@ class NodePaths(WirePart, frozen=True):
 
     model: str
     reference: str  # of the reference policy; "": version 0
+    adapter: str  # that version 0 has; "": none
     memory_root: str
     durable_root: str
     checkpoints: str

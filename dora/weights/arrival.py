@@ -1,11 +1,11 @@
 """A folder that arrives from other nodes: what has arrived, from which source, and whether it is correct.
 
 Files come one after another, each in pieces from its start, so that the first `num_bytes` of a file can be passed on
-while the rest is under way; the next piece is asked for before one is hashed and written. A source is believed nothing,
-and checksums come from elsewhere. Invariant: bytes count only after the checksum of their piece was verified, a file is
-complete only with its own checksum, if one is given, and no more than the folder's `num_bytes` are written. If a source
-fails, or is named no more, the next continues at the missing piece. One whose file twice did not fit is not asked for
-it again; the first time it may have passed on what another has made up.
+while the rest is under way; the next piece is asked for before one is hashed and written. Some files may be made here
+instead. A source is believed nothing, and checksums come from elsewhere. Invariant: bytes count only after the checksum
+of their piece was verified, a file is complete only with its own checksum, if one is given, and no more than the
+folder's `num_bytes` are written. If a source fails, or is named no more, the next continues at the missing piece. One
+whose file twice did not fit is not asked for it again; the first time it may have passed on what another has made up.
 """
 
 from __future__ import annotations
@@ -90,6 +90,10 @@ class ArrivingFile:
         """Return whether the first `stop` bytes, or all if these are fewer, can be passed on."""
         return self.num_bytes >= stop or self.num_bytes == self.size
 
+    def note_made(self) -> None:
+        """The whole file was made here, and is correct."""
+        self.num_bytes = self.size = self.path.stat().st_size
+
     def take(self, piece: memoryview, *, size: int, max_size: int, giver: str) -> None:
         """Append a verified piece; HTTPException, and the file starts again, if it does not fit."""
         self._givers.add(giver)
@@ -134,15 +138,20 @@ class Arrival:
         self._problems: dict[str, str] = {}  # the last one, by URL
 
     async def receive(
-        self, sources: Sources, *, link_to: Callable[[VersionSource], SourceLink], tell: Callable[[], None]
+        self,
+        sources: Sources,
+        *,
+        link_to: Callable[[VersionSource], SourceLink],
+        tell: Callable[[], None],
+        is_wanted: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        """Receive all files, and `tell` of each piece. StoreError after too many failures, or if a file cannot be
-        written."""
+        """Receive the files that are wanted and not here, and `tell` of each piece. StoreError after too many failures,
+        or if a file cannot be written."""
         buffer = memoryview(bytearray(self._limits.piece_bytes))
         thread = ThreadPoolExecutor(1)  # of its own, as it waits for nodes that may wait for threads of this one
         try:
             for name, file in self.files.items():
-                while file.num_bytes != file.size:
+                while is_wanted(name) and file.num_bytes != file.size:
                     source = self._choose(name, sources())
                     try:
                         if self._link is None or self._link.source != source:

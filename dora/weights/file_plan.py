@@ -19,7 +19,7 @@ from typing import Final
 MAX_FILE_BYTES: Final = 2**30
 INDEX: Final = "model.safetensors.index.json"
 #: Bytes per element, by the name of the type in safetensors.
-_ITEM_BYTES: Final[Mapping[str, int]] = {
+ITEM_BYTES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
@@ -37,7 +37,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def plan_files(specs: Sequence[TensorSpec], *, max_bytes: int = MAX_FILE_BYTES) 
     files, places = [], {}
     for number, group in enumerate(groups, start=1):
         name = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        ordered = sorted(group, key=lambda spec: (-_ITEM_BYTES[spec.dtype], spec.name))
+        ordered = sorted(group, key=lambda spec: (-ITEM_BYTES[spec.dtype], spec.name))
         header, offsets = _header(ordered)
         for spec, offset in zip(ordered, offsets, strict=True):
             rows = spec.shape[0] if spec.shape else 1

@@ -7,6 +7,9 @@
 Invariant: only holders of the key are served, and only files that a manifest names, or ranks' files of checkpoints; of
 what is still being fetched, pieces that have arrived. A request waits for bytes that may arrive soon. What is fetched
 becomes visible complete, or not at all.
+
+Where an adapter is trained, each node of a chain receives it from the node before, and makes the weights for itself
+(weights/merging.py); what it cannot make, it receives.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import asyncio
 import os
 import re
 import shutil
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -23,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import structlog
 import xxhash
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -32,10 +37,12 @@ from dora.core.ids import VersionId
 from dora.errors import ConfigError, DoraError
 from dora.guard import CONNECTION_LOG, guard, knows
 from dora.tls import TlsFiles
-from dora.weights import checkpoints, delta
+from dora.weights import checkpoints, delta, merging
 from dora.weights.arrival import PIECE_BYTES, Arrival, RelayLimits, Sources, in_thread
 from dora.weights.source import PIECE_CHECKSUM, SourceLink
-from dora.weights.store import Manifest, StoreError, VersionLost, VersionStore
+from dora.weights.store import Manifest, StoreError, StoreFull, VersionLost, VersionStore
+
+log = structlog.get_logger(__name__)
 
 #: Maximum number of connections. A new one closes the oldest, those without the key first.
 MAX_CONNECTIONS: Final = 64
@@ -74,6 +81,7 @@ class Relay:
         self._deltas: list[str] = []  # kept
         self._settled: set[VersionId] = set()  # there will be no delta of it, or it is kept
         self._released: deque[str] = deque(maxlen=MAX_RELEASED)  # names of versions that will not be here again
+        self._merges = True  # until weights that were made here were others than those of the version
         self._known: set[web.RequestHandler] = set()  # connections on which the key was shown
 
     @asynccontextmanager
@@ -97,8 +105,11 @@ class Relay:
             listener.close()
             await runner.cleanup()
 
-    async def fetch(self, manifest: Manifest, sources: Sources, *, base: VersionId | None = None) -> None:
-        """Bring a version into the store, if possible by its delta to the version `base`.
+    async def fetch(
+        self, manifest: Manifest, sources: Sources, *, base: VersionId | None = None, model: Path | None = None
+    ) -> None:
+        """Bring a version into the store: if possible by its adapter and the folder `model`, else by its delta to the
+        version `base`, else whole.
 
         `sources` is called before each piece; it returns the preferred one first.
         """
@@ -106,12 +117,33 @@ class Relay:
         async with self._alone(name) as undo:
             if (staged := await _staged(partial(self._store.stage_copy, manifest), undo)) is None:
                 return  # it is here
-            has_delta = base is not None and await self._fetch_delta(manifest, sources, base, staged)
+            merges = model is not None and self._merges and merging.has_recipe(manifest)
+            has_delta = base is not None and not merges and await self._fetch_delta(manifest, sources, base, staged)
             self._settled.add(version)
             if not has_delta:
                 arrival = self._begin(name, staged, manifest.files, manifest.num_bytes, undo)
+                if model is not None and merges:
+                    await self._merge(manifest, sources, arrival, model)
                 await arrival.receive(sources, link_to=self._link_to, tell=self._tell)
             await in_thread(partial(self._store.seal, version, staged, chain=manifest.chain, verified=manifest))
+
+    async def _merge(self, manifest: Manifest, sources: Sources, arrival: Arrival, model: Path) -> None:
+        """Receive all but the weights, and make these; those that cannot be made are left to be received."""
+        stop = threading.Event()
+        await arrival.receive(
+            sources, link_to=self._link_to, tell=self._tell, is_wanted=lambda name: not merging.is_weights(name)
+        )
+        try:
+            merge = await in_thread(partial(merging.Merge, model, arrival.folder, manifest))
+            for name in merge.names:
+                await in_thread(partial(merge.write, name, stop=stop), stop=stop.set)
+                arrival.files[name].note_made()
+                self._tell()
+        except StoreFull:
+            raise
+        except StoreError as err:  # the model of a run does not change: later versions would fail too
+            self._merges = False
+            log.warning("versions_not_merged", version=manifest.version, reason=str(err))
 
     async def _fetch_delta(self, manifest: Manifest, sources: Sources, base: VersionId, staged: Path) -> bool:
         """Fill the folder `staged`. False, and the folder is empty, if there is no delta or it does not fit."""
@@ -133,7 +165,7 @@ class Relay:
                 async with self._new_delta(manifest, base) as (old, arrival):
                     for name, file in arrival.files.items():
                         await in_thread(partial(delta.encode, old, new, [name], arrival.folder))
-                        file.num_bytes = file.size = file.path.stat().st_size
+                        file.note_made()
                         self._tell()
         finally:
             self._settled.add(version)

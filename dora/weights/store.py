@@ -35,6 +35,8 @@ from dora.journal.access import adopt, restrict
 
 MANIFEST = "manifest.json"
 OWNER = ".owner"
+#: Folder inside a version that has its adapter alone, if one is trained; the weights beside it include it.
+ADAPTER = "adapter"
 #: Maximum size of a manifest: 100 bytes for each file; the largest models have some hundred files.
 MAX_MANIFEST_BYTES: Final = 1 << 20
 _MAX_PATH_BYTES: Final = 4_096

@@ -14,7 +14,8 @@ from dora.config.load import load
 from dora.errors import ConfigError
 from tests.families import make_config
 
-GPU_8 = Path(__file__).parents[2] / "launch" / "configs" / "gpu-8.toml"
+CONFIGS = Path(__file__).parents[2] / "launch" / "configs"
+GPU_8 = CONFIGS / "gpu-8.toml"
 GB, MB = 2**30, 2**20
 
 
@@ -133,6 +134,27 @@ def test_engines_that_share_a_gpu_are_added_up_and_no_time_is_forecast(model: Pa
     fits, lines = planned(model, *embedded, count=4, memory=250 * MB)
     assert line(lines, "memory: GPU 0").endswith("which DOES NOT FIT: list other GPUs in engine.gpus")
     assert not fits
+
+
+@pytest.mark.deep
+def test_an_adapter_of_8_b_parameters_is_trained_on_one_gpu_beside_its_server(tmp_path: Path) -> None:
+    """The shapes are those of Qwen3-8B; all weights would take more than two GPUs."""
+    shapes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151_936}
+    make_config("qwen3", **shapes, **heads, layer_types=None, max_window_layers=36).save_pretrained(tmp_path)
+    found = {}
+    for rank in (32, 0):
+        lines: list[str] = []
+        config = load(CONFIGS / "gpu-1-lora.toml", [f"model.path={tmp_path}", f"trainer.lora.rank={rank}"], environ={})
+        fits = check_plan(config, Gpus(1, 80 * GB), _into(lines))
+        found[rank] = fits, lines
+    fits, lines = found[32]
+    assert fits, lines
+    assert "shared by rank 0, instance 0" in line(lines, "memory: GPU 0")
+    assert "15.3 GB weights" in line(lines, "memory: one instance")  # the adapter is in their sum
+    fits, lines = found[0]
+    assert not fits
+    assert line(lines, "memory: GPU 0").endswith("which DOES NOT FIT: list other GPUs in engine.gpus")
 
 
 def test_external_servers_are_not_contacted(model: Path) -> None:

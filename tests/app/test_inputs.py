@@ -56,6 +56,12 @@ def test_a_request_longer_than_the_context_is_refused(altered) -> None:
             "such as Qwen/Qwen3-0.6B",
         ),
         ("there", "model.path: there has no config.json; give a Hugging Face model folder"),
+        pytest.param(
+            "x" * 300,  # longer than a name may be
+            f"model.path: {'x' * 300} has no config.json; give a Hugging Face model folder, or an id on the hub, "
+            "such as Qwen/Qwen3-0.6B",
+            id="long",
+        ),
     ],
 )
 def test_a_model_that_is_not_here_is_refused_with_what_to_give_instead(

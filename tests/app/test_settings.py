@@ -59,6 +59,13 @@ def test_the_ranks_receive_the_trainer_section() -> None:
     assert received.longest_request == config().longest_request
 
 
+def test_the_ranks_receive_an_adapter_only_if_there_is_one() -> None:
+    assert trainer_settings(config(), max_staleness=2).lora is None
+    received = trainer_settings(config("trainer.lora.rank=8", "run.seed=3"), max_staleness=2).lora
+    assert received is not None
+    assert (received.rank, received.alpha, received.targets[0], received.seed) == (8, 32.0, "q_proj", 3)
+
+
 @pytest.mark.parametrize(
     ("changes", "probes"),
     [

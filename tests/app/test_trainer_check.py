@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 
 from dora.app import trainer_check
 from dora.app.trainer_check import check_trainer
@@ -60,6 +61,21 @@ def test_the_loaded_model_gives_the_log_probs_of_the_model_folder(model: Path) -
     with ExitStack() as stack:
         ours = check_trainer(config, model, stack).score(sequences, prompt_lengths=prompts)
     for mine, theirs in zip(ours, score(model, sequences, prompt_lengths=prompts, temperature=0.7), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+
+
+def test_the_log_probs_compared_with_servers_are_those_of_the_model_without_the_adapter(
+    model: Path, tmp_path: Path
+) -> None:
+    """Servers have the model until version 0 is pushed."""
+    peft = LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(make_model("qwen3"), peft).save_pretrained(tmp_path, save_embedding_layers=False)
+    changes = [f"model.adapter={tmp_path}", "trainer.lora.rank=4", "trainer.lora.targets=['q_proj']"]
+    config = load(None, changes, environ={})
+    sequences, prompts = [[1, 2, 3, 4], [5, 6, 7]], [2, 1]
+    with ExitStack() as stack:
+        ours = check_trainer(config, model, stack).score(sequences, prompt_lengths=prompts)
+    for mine, theirs in zip(ours, score(model, sequences, prompt_lengths=prompts, temperature=1.0), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
 

@@ -22,6 +22,8 @@ DEFAULT_JOB = Path(__file__).parents[2] / "launch" / "configs" / "arithmetic-cpu
 MOST = 1.1
 #: Share of a version that its delta may take, with everything else that passes meanwhile; 0.2 if one of five is whole.
 LARGEST_DELTA = 0.1
+#: Share of a version that its adapter may take, with everything else that passes meanwhile, checkpoints among it.
+LARGEST_ADAPTER = 0.1
 
 
 def test_the_default_job_learns_over_four_hosts(network: Network) -> None:
@@ -77,6 +79,16 @@ def test_deltas_take_a_fraction_of_each_interface(network: Network, slow_model: 
     for name in ("node-1", "node-2"):
         received, _ = found.counted[name]
         assert sizes[0] < received < sizes[0] + LARGEST_DELTA * sum(sizes[1:]), (name, sizes, found.counted)
+    assert_run_is_right(found.folder)
+
+
+def test_only_adapters_pass_each_interface(network: Network, slow_model: Path) -> None:  # noqa: F811
+    """Nodes, and the controller's host for its copies, make the weights of their own model."""
+    found = finished(network, LARGE | {"model__path": slow_model, "trainer__lora__rank": 4})
+    versions = sum(event.num_bytes for event in events_of(found.folder, ev.VersionPublished))
+    for name in ("node-1", "node-2", "controller"):
+        received, _ = found.counted[name]
+        assert received < LARGEST_ADAPTER * versions, (name, versions, found.counted)
     assert_run_is_right(found.folder)
 
 

@@ -298,6 +298,20 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
             ["task.rewards.1.kind=overlong"],
             "task.rewards.1.buffer: 0 tokens; overlong needs 1 to 160 (rollout.max_new_tokens)",
         ),
+        (["trainer.lora.alpha=16"], "trainer.lora.alpha: has no effect with trainer.lora.rank = 0"),
+        (
+            ["model.adapter=folder"],
+            "model.adapter: only a run that trains an adapter begins with one; set trainer.lora",
+        ),
+        (["trainer.lora.rank=8", "trainer.lora.targets=[]"], "trainer.lora.targets: write out the names"),
+        (["trainer.lora.rank=8", "trainer.lora.targets=['all-linear']"], "trainer.lora.targets: write out the names"),
+        (["trainer.lora.rank=8", "trainer.optimizer=muon"], "trainer.optimizer: muon would orthogonalize"),
+        (
+            ["trainer.lora.rank=8", "trainer.optimizer_state=8bit", "trainer.betas=[0.9, 0.95]"],
+            "trainer.optimizer_state: with trainer.lora, only an adapter has moments",
+        ),
+        (["trainer.lora.rank=8", "trainer.parallel.tensor=2"], "trainer.parallel.tensor: not with trainer.lora"),
+        (["trainer.lora.dropout=0.1"], "--set trainer.lora.dropout=0.1: trainer.lora.dropout: not supported, because"),
     ],
 )
 def test_a_contradiction_between_sections_is_found_before_anything_starts(overrides: list[str], beginning: str):

@@ -53,7 +53,9 @@ async def resumed(folder: Path, *, steps: int = 0) -> Job:
         "lineage": Lineage(base=CHAIN, settings=b"", trained=recorded.chains),
     }
     job = make_job(folder, samples=3, state=recorded.state, epoch=recorded.next_epoch, io=known)
-    inputs = Inputs(seed_path(), None, job.io.tokenizer, job.io.tokenizer.vocab_size, job.io.stream, job.io.evaluations)
+    inputs = Inputs(
+        seed_path(), None, None, job.io.tokenizer, job.io.tokenizer.vocab_size, job.io.stream, job.io.evaluations
+    )
     counts = resume.restore(run, recorded.state, trajectories=job.io.trajectories, inputs=inputs)
     job.first = [
         ev.ControllerRestarted(recorded.last_at, recorded.next_epoch, counts, steps),
@@ -94,7 +96,7 @@ async def test_what_a_call_gave_is_not_known_without_its_event(tmp_path: Path, p
     job = make_job(tmp_path, samples=3, state=state, epoch=1)
     job.close()
     io = job.io
-    inputs = Inputs(seed_path(), None, io.tokenizer, io.tokenizer.vocab_size, io.stream, io.evaluations)
+    inputs = Inputs(seed_path(), None, None, io.tokenizer, io.tokenizer.vocab_size, io.stream, io.evaluations)
     resume.restore(run, state, trajectories=io.trajectories, inputs=inputs)
     found = io.trajectories.records[trajectory.id]
     if phase is TrajectoryPhase.CALLING:

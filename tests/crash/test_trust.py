@@ -19,7 +19,7 @@ from dora.app import resume as resuming
 from dora.app.inputs import model_digest
 from dora.app.settings import lineage_settings, settings_of
 from dora.app.trust import require_trust
-from dora.config.load import load, state_folder
+from dora.config.load import dump, load, state_folder
 from dora.controller.lineage import base_chain
 from dora.core.phases import TrajectoryPhase
 from dora.core.tables import Trajectory
@@ -211,6 +211,19 @@ def test_another_format_of_the_optimizers_state_is_refused_even_if_accepted(
     config = load(stopped.world.folder.config, [f"trainer.{key}={value}"], environ={})
     with pytest.raises(ConfigError, match=f'trainer.{key}: .* -> "{value}": the checkpoints of the run hold'):
         resuming.accept(stopped.recorded, config, stopped.recorded.settings, is_accepted=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("rank", "4"), ("rank", "0"), ("alpha", "16"), ("rslora", "true"), ("targets", "['q_proj']")]
+)
+def test_an_adapter_of_other_settings_is_refused_even_if_accepted(stopped: Stopped, key: str, value: str) -> None:
+    """With another scale it would load, and be another policy than the version that servers have."""
+    stopped.copy()
+    of_run = ["trainer.lora.rank=8"]
+    recorded = replace(stopped.recorded, config=dump(load(stopped.world.folder.config, of_run, environ={})))
+    config = load(stopped.world.folder.config, [*of_run, f"trainer.lora.{key}={value}"], environ={})
+    with pytest.raises(ConfigError, match=rf"trainer\.lora\.{key}: .* -> .*: the checkpoints of the run hold"):
+        resuming.accept(recorded, config, recorded.settings, is_accepted=True)
 
 
 def test_a_configuration_that_was_changed_without_a_signature_is_not_taken_up(stopped: Stopped) -> None:

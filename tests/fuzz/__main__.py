@@ -16,12 +16,12 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from tests.fuzz import test_files, test_inputs, test_messages, test_servers
+from tests.fuzz import test_adapters, test_files, test_inputs, test_messages, test_servers
 from tests.fuzz.parsers import NUM_INPUTS, Parser, drive
 
 PARSERS = {
     parser.name: parser
-    for module in (test_servers, test_messages, test_files, test_inputs)
+    for module in (test_servers, test_messages, test_files, test_inputs, test_adapters)
     for parser in module.PARSERS
 }
 #: Number of inputs between two checks of the time; a block that exceeds the limit counts as a hang.

@@ -26,7 +26,8 @@ def _answer(case: dict[str, Any], told: list[str]) -> dict[str, Any]:
         config, needed = asyncio.run(look(config))
         return {"needed": [str(one) for one in needed], "revision": config.model.revision}
     if case["do"] == "models":
-        return {"folders": [*map(str, asyncio.run(fetch_models(config, tell=told.append)))]}
+        found = asyncio.run(fetch_models(config, tell=told.append))
+        return {"folders": [str(found.model), str(found.reference)]}
     if case["do"] == "small":
         return {"revision": fetch_small(config).model.revision}
     config = asyncio.run(fetch(config, tell=told.append))

@@ -86,6 +86,20 @@ def test_without_staleness_every_step_is_that_of_a_plain_synchronous_trainer() -
         rollout.close()
 
 
+def test_an_adapter_is_trained_in_place_of_the_weights() -> None:
+    settings = config("trainer.lora.rank=2", "trainer.lora.targets=['q_proj']")
+    rollout = harness.Rollout(settings)
+    try:
+        learner = harness.Learner(settings, model=rollout.inputs.model, max_staleness=0)
+        before = learner.versions[0]
+        rollout.load(before)
+        learner.step(0, harness.sample(rollout, settings, position=0, version=0)[0])
+    finally:
+        rollout.close()
+    changed = [name for name, tensor in learner.versions[1].items() if not torch.equal(tensor, before[name])]
+    assert changed == [name for name in before if name.endswith("q_proj.weight")]
+
+
 def test_a_run_repeats_itself_bit_for_bit_and_another_seed_does_not() -> None:
     first, second = (harness.run(config(), staleness=2, eval_every=1) for _ in range(2))
     kept = [[step[name] for name in cells.METRICS] for step in first.steps]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Final
 
 from tests.mutants import (
+    adapters,
     core_in_flight,
     divided_rows,
     durability,
@@ -1197,6 +1198,7 @@ _EPISODES: Final = (
 MUTANTS: Final = (
     *(*_CORE, *_JOURNAL, *_ORDER, *_RESUME, *_LINEAGE, *_ACCESS, *_EPISODES, *_FOUND),
     *core_in_flight.MUTANTS,
+    *adapters.MUTANTS,
     *durability.MUTANTS,
     *episodes.MUTANTS,
     *first_use.MUTANTS,

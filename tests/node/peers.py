@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from dora.config.load import dump, load
 from dora.config.schema import Config
 from dora.core.ids import InstanceId
+from dora.model_files import ModelFolders
 from dora.node.agent import run_node
 from dora.node.cluster import Cluster, ClusterSettings
 from dora.node.member import NodeSettings
@@ -97,6 +98,7 @@ async def controller(
         term=term,
         token=TOKEN,
         live_bytes=1,
+        model=tmp_path / "model",
         known=known or {},
         removed=removed,
         save=saved.append,
@@ -166,7 +168,7 @@ class Peer:
 
 
 def report(**changes: Any) -> Report:
-    paths = NodePaths(model="", reference="", memory_root="", durable_root="", checkpoints="", fence="", logs="")
+    paths = NodePaths(**dict.fromkeys(NodePaths.__struct_fields__, ""))
     fields: dict[str, Any] = {
         "term": 0,
         "serial": -1,
@@ -261,8 +263,8 @@ async def agent(folder: Path, *addresses: str, name: str = "n", token: str = TOK
     async def is_well(url: str) -> bool:
         return True
 
-    async def find_models(config: Config) -> tuple[Path, None]:
-        return Path(config.model.path), None
+    async def find_models(config: Config) -> ModelFolders:
+        return ModelFolders(Path(config.model.path), None, None)
 
     settings = NodeSettings(
         name=name,

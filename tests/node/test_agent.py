@@ -36,6 +36,7 @@ from dora.transport.node_messages import (
 )
 from dora.weights.store import OWNER, Manifest, VersionStore
 from tests.node.peers import RUN, WAIT_S, Hub, agent, config_of
+from tests.weights.adapted import make_model, publish_adapted
 from tests.weights.nodes import FILES, KEY, held, node, publish, store_at
 
 #: A server whose address names its process.
@@ -267,6 +268,18 @@ async def test_a_version_is_received_and_deleted_as_ordered(tmp_path: Path) -> N
                 await there.order()
                 await there.report(lambda told: told.serial == 3 and not told.versions)
                 assert os.listdir(folder.parent) == [OWNER]
+
+
+async def test_a_version_with_an_adapter_is_made_of_the_nodes_model(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "BF16")
+    manifest = publish_adapted(store := store_at(tmp_path / "there"), model)
+    with Hub() as there:
+        async with agent(tmp_path, there.address), node(store) as (_, proxy):
+            await there.welcome(job(tmp_path, f"model.path={model}"))
+            await there.order(versions={3: order_of(manifest, RelaySource(url=proxy.url, key=KEY))})
+            folder = Path((await there.report(lambda told: 3 in told.versions)).versions[3])
+            assert (folder / "model.safetensors").read_bytes() == held(store)["model.safetensors"]
+            assert proxy.num_bytes < 0.2 * manifest.num_bytes
 
 
 async def test_a_version_that_is_on_its_way_is_dropped_when_it_is_released(tmp_path: Path) -> None:

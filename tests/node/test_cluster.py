@@ -31,7 +31,8 @@ from dora.transport.node_messages import (
     Superseded,
 )
 from tests.node.peers import AGAIN_S, RUN, WAIT_S, Controller, Peer, config_of, controller
-from tests.weights.nodes import publish, store_at
+from tests.weights.adapted import make_model, publish_adapted
+from tests.weights.nodes import KEY, held, node, publish, store_at
 
 ONE = ("nodes.expected=1", "nodes.train=0", "nodes.max=3", "rollout.max_staleness=0")
 
@@ -354,6 +355,29 @@ async def test_a_released_version_is_no_base_once_there_are_two_newer_ones(tmp_p
                 spread.hold(publish(spread._store, version))
             spread.release(3)
             await peer.until(NodeOrders, lambda orders: orders.versions.keys() == {4, 5}, saying=peer.reports())
+
+
+async def test_a_version_with_an_adapter_is_made_of_the_model_of_each_host_and_has_no_delta(tmp_path: Path) -> None:
+    model, maker = make_model(tmp_path / "model", "BF16"), store_at(tmp_path / "maker")
+    manifests = [publish_adapted(maker, model, version=version) for version in (3, 4)]
+    two = ("nodes.expected=2", "nodes.deltas=10", "trainer.publish_dtype=bfloat16", "rollout.max_staleness=0")
+    async with controller(tmp_path, *two) as there, node(maker) as (_, proxy):
+        spread = there.cluster.spread
+        with Peer(there.address, "a") as first, Peer(there.address, "b") as second:
+            await joined(there, first, second)
+            has_all = {"versions": dict.fromkeys((3, 4), "/there"), "relay": RelaySource(url=proxy.url, key=KEY)}
+            await first.until(NodeOrders, saying=first.reports(**has_all))
+            for manifest in manifests:
+                spread.hold(manifest)
+            orders = await second.until(
+                NodeOrders, lambda orders: orders.versions.keys() == {3, 4}, saying=second.reports()
+            )
+            assert [order.base for order in orders.versions.values()] == [None, None]
+            await second.send(second.reports(**has_all))
+            async with asyncio.timeout(WAIT_S):
+                await spread.fetch(VersionId(3))
+            assert held(spread._store) == held(maker)
+            assert proxy.num_bytes < 0.2 * manifests[0].num_bytes
 
 
 # -- the end

@@ -270,7 +270,9 @@ class PlainTrainer:
             proximal = old[a.group, a.sibling]
             ratio = torch.exp(self._logprobs(a) - proximal)
             rewards = torch.tensor(a.rewards, dtype=torch.float64)
-            advantage = (rewards[a.sibling] - rewards.mean()) / (rewards.std() + 1e-6)
+            advantage = (
+                (rewards[a.sibling] - rewards.mean()) / (rewards.std() + 1e-6)
+            ).float()  # as the trainer has it
             behavior = torch.tensor(a.logprobs, dtype=torch.float32).double()
             weight = torch.clamp(torch.exp(proximal - behavior), max=TIS_CAP)
             surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage)

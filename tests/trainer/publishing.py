@@ -160,11 +160,12 @@ def make_publisher(
     source: Path,
     store: VersionStore,
     *,
+    dtype: str = "float32",
     report: Callable[[VersionWritten], None] = lambda _: None,
     on_failure: Callable[[BaseException], None] = lambda _: None,
 ) -> Publisher:
     """The publisher of a single rank."""
     return Publisher(
-        store, policy=policy, model_path=source, dtype="float32", words=words_of_ranks(), writers=1, report=report,
+        store, policy=policy, model_path=source, dtype=dtype, words=words_of_ranks(), writers=1, report=report,
         on_failure=on_failure,
     )  # fmt: skip

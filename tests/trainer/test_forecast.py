@@ -21,6 +21,7 @@ from dora.trainer.live_bytes import activation_bytes
 from dora.trainer.logprobs import logprobs
 from dora.trainer.meshes import make_mesh
 from dora.trainer.model import Policy, decoder_layers
+from dora.transport.messages import LoraSettings
 from tests.families import make_config, make_model
 
 TOLERANCE = 0.15
@@ -36,6 +37,9 @@ TOKENS, LONGEST = 96, 40
 def _without_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forecast the tiny models of these tests as large ones."""
     monkeypatch.setattr(forecast, "WITH_DATA", 0)
+
+
+LORA = LoraSettings(rank=8, alpha=16.0, rslora=False, targets=("q_proj", "v_proj", "down_proj"), seed=0)
 
 
 def saved_config(folder: Path, config: Any) -> Path:
@@ -113,12 +117,15 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("gathered_bytes", "dtype", "mode", "tokens"),
+    ("gathered_bytes", "dtype", "mode", "tokens", "lora"),
     [
-        (0, torch.float32, "none", 512),
-        pytest.param(0, torch.bfloat16, "full", 5000, marks=pytest.mark.deep),
-        (policy.GATHERED_BYTES, torch.float32, "selective", 512),
-        (policy.GATHERED_BYTES, torch.bfloat16, "none", 256),
+        (0, torch.float32, "none", 512, None),
+        pytest.param(0, torch.bfloat16, "full", 5000, None, marks=pytest.mark.deep),
+        (policy.GATHERED_BYTES, torch.float32, "selective", 512, None),
+        (policy.GATHERED_BYTES, torch.bfloat16, "none", 256, None),
+        (0, torch.bfloat16, "selective", 512, LORA),
+        (policy.GATHERED_BYTES, torch.float32, "none", 512, LORA),
+        (policy.GATHERED_BYTES, torch.bfloat16, "none", 256, LORA),
     ],
 )
 def test_the_total_is_the_peak_of_the_allocator(
@@ -128,20 +135,22 @@ def test_the_total_is_the_peak_of_the_allocator(
     dtype: torch.dtype,
     mode: Mode,
     tokens: int,
+    lora: LoraSettings | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gc.collect()  # of other tests: what is freed during a pass would count
     monkeypatch.setattr(policy, "GATHERED_BYTES", gathered_bytes)
-    loaded = Policy(folder, mesh=make_mesh("cpu"), dtype=dtype, activation_checkpointing=mode)
+    loaded = Policy(folder, mesh=make_mesh("cpu"), dtype=dtype, activation_checkpointing=mode, lora=lora)
     held = sum(shard.nbytes for shard in loaded.shards().values())
     row = trial_row(tokens, longest=200)
     passes = [allocations(loaded, row, closes_update=closes) for closes in (False, True)]
     peak = held + sum(passes[0]) + max(running_sums(passes[1]))  # of the second: the gradients of the first are there
-    found = Outline(folder, dtype=dtype, checkpointing=mode).forecast(
+    found = Outline(folder, dtype=dtype, checkpointing=mode, lora=lora).forecast(
         tokens=tokens, longest=200, ranks=1, is_trial=True
     )
     assert found.total == pytest.approx(peak, rel=TOLERANCE)
-    assert found.kept == pytest.approx(activation_bytes(lambda: logprobs(loaded.model, row, temperature=1.0)), rel=0.05)
+    kept = activation_bytes(lambda: logprobs(loaded.model, row, temperature=1.0))
+    assert found.kept == pytest.approx(kept, rel=0.05 if lora is None else 0.07)  # the first of 6 layers keeps less
 
 
 def allocations(loaded: Policy, row: Any, *, closes_update: bool) -> list[int]:

@@ -29,12 +29,13 @@ from dora.trainer import model as policy_module
 from dora.trainer.checkpoint import Saver
 from dora.trainer.checkpointing import Mode
 from dora.trainer.context import Context, make_context
+from dora.trainer.copies import frozen_adapters
 from dora.trainer.meshes import Mesh, make_mesh
 from dora.trainer.model import Policy
 from dora.trainer.packing import Layout
 from dora.trainer.resharding import Arrangement
 from dora.trainer.step import Trainer
-from dora.transport.messages import Configure, StepDone
+from dora.transport.messages import Configure, LoraSettings, StepDone
 from dora.weights.checkpoints import checkpoints_in
 from tests.families import make_model
 from tests.trainer.publishing import Unpublished, whole
@@ -97,16 +98,20 @@ MOVED: Final = (Sharing(2, 2), Sharing(4, 2), Sharing(2, 2, experts=2))
 OF_MOVED: Final = ("qwen2_moe", "three")
 PLAIN: Final = {"max_grad_norm": 1e9, "micro_batch_tokens": 100_000, "warmup_steps": 0}
 THREE: Final = {**PLAIN, "updates": 2, "objective": '{"kl_coefficient": 0.1}'}
+#: With the policies of THREE; attention alone, since one of the families has experts.
+LORA: Final = LoraSettings(rank=4, alpha=8.0, rslora=False, targets=("q_proj", "k_proj", "v_proj", "o_proj"), seed=1)
 CASES: Final = (
     ("qwen3", "plain"),
     ("qwen3", "shared"),
     ("gemma3_text", "plain"),
     ("qwen2_moe", "three"),
     ("gpt_oss", "shared"),
+    ("qwen3", "lora"),
+    ("qwen2_moe", "lora"),
 )
-FEW: Final = (("qwen3", "plain"), ("qwen2_moe", "three"))
-OF_ROWS: Final = (("qwen3", "shared"), ("gpt_oss", "shared"))
-OF_EXPERTS: Final = (("qwen2_moe", "three"), ("gpt_oss", "shared"))
+FEW: Final = (("qwen3", "plain"), ("qwen2_moe", "three"), ("qwen3", "lora"))
+OF_ROWS: Final = (("qwen3", "shared"), ("gpt_oss", "shared"), ("qwen3", "lora"))
+OF_EXPERTS: Final = (("qwen2_moe", "three"), ("gpt_oss", "shared"), ("qwen2_moe", "lora"))
 OF_MATRICES: Final = (("qwen3", "plain"), ("qwen3", "shared"), ("gemma3_text", "plain"))
 
 
@@ -127,7 +132,7 @@ class Observed(Trainer):
     def _normalize_gradients(self, denominator: float) -> float:
         norm = super()._normalize_gradients(denominator)
         parameters = self._policy.model.named_parameters()
-        self.found.gradients.append({name: whole(p.grad) for name, p in parameters})
+        self.found.gradients.append({name: whole(p.grad) for name, p in parameters if p.grad is not None})
         return norm
 
     def _check_again(self, weights: str) -> None:
@@ -144,14 +149,18 @@ def train(
     if dtype is torch.float64:
         policy_module.load_config = with_eager_experts
     policy_module.GATHERED_BYTES = 2**31 if sharing.gathered else 0
-    changes: dict[str, Any] = THREE if kind == "three" else PLAIN
-    settings = msgspec.structs.replace(SETTINGS, **changes, context_ranks=sharing.context)
+    changes: dict[str, Any] = THREE if kind in ("three", "lora") else PLAIN
+    lora = LORA if kind == "lora" else None
+    settings = msgspec.structs.replace(SETTINGS, **changes, context_ranks=sharing.context, lora=lora)
     order = Configure(
         run_id="exact", model_path=str(folder), settings=settings, memory_root="", durable_root="",
         checkpoints=str(parent or ""), resume_from=tuple(map(str, checkpoints_in(parent)[-1:])) if parent else (),
         may_start_over=False, chain=chain_of(0), epoch=0, fence="",
     )  # fmt: skip
-    policy = Policy(folder, mesh=mesh, dtype=dtype, activation_checkpointing=sharing.checkpointing)
+    policy = Policy(
+        folder, mesh=mesh, dtype=dtype, activation_checkpointing=sharing.checkpointing, lora=lora,
+        frozen_adapters=frozen_adapters(settings),
+    )  # fmt: skip
     found = Found()
     layout = Layout(share_above=0.0 if kind == "shared" else 1e9, context=context, alike=sharing.tensor)
     storage = storage_in(
@@ -294,7 +303,7 @@ def test_gradients_and_weights_are_the_same(trained: tuple[Path, torch.dtype]) -
             case = sharing, family, kind
             expected, weights, named = torch.load(file_of(root, family, kind, ALONE), weights_only=True)
             found, moved, metrics = torch.load(file_of(root, family, kind, sharing), weights_only=True)
-            assert len(found) == len(expected) == STEPS * (2 if kind == "three" else 1)
+            assert len(found) == len(expected) == STEPS * (1 if kind in ("plain", "shared") else 2)
             for update in range(len(found) if dtype is torch.float64 else 1):
                 for name, gradient in expected[update].items():
                     off = (found[update][name] - gradient).norm() / gradient.norm().clamp_min(1e-30)
