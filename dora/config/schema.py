@@ -196,7 +196,7 @@ class LoraConfig(Section):
     rank: Annotated[int, Field(ge=0, le=MAX_LORA_RANK)] = 0
     """Rank of the product of two matrices that the adapter adds to each target: the smaller dimension of both. 0: there
     is no adapter, and all weights are trained."""
-    alpha: Annotated[float, Field(gt=0.0)] = 32.0
+    alpha: Annotated[float, Field(ge=1e-9, le=1e9)] = 32.0
     """The product is scaled by alpha / `rank`."""
     rslora: bool = False
     """Scale the product by alpha / √`rank` instead (arXiv 2312.03732)."""

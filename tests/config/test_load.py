@@ -170,6 +170,7 @@ def test_every_problem_has_a_line_of_its_own_and_its_own_origin(tmp_path: Path):
         ("run.steps=-1", "got -1, expected at least 0"),
         ("trainer.betas.0=1.5", "got 1.5, expected less than 1"),
         ("trainer.learning_rate=nan", "got NaN, expected a finite number"),
+        ("trainer.lora.alpha=1e-320", "got 1e-320, expected at least 1e-09"),  # values of B would be too large to draw
         ("model.path=7", "got 7, expected text"),
         ("engine.urls=http://a", 'got "http://a", expected a list'),
         ("engine.path_map=3", "got 3, expected a table"),
