@@ -9,7 +9,8 @@ In 16 bits rounding hides such state, above all under untrained weights: packing
 their rounding. So the same rows are computed once more with other tokens in every second sequence. Shapes, kernels and
 rounding are the same, so the log-probs of the unchanged sequences must stay the same too.
 
-An adapter may be new, and so have no effect: at the start, another one is in its place.
+An adapter may be new, and so have no effect: at the start, another one is in its place. One that was given is checked
+after that.
 
 A row in which the sequences share their prompts is checked likewise. If only that fails, prompts are not shared.
 Where several ranks divide each row, they divide those of the check too; a sequence alone is computed by every rank.
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dora.adapter_files import FIELD
 from dora.errors import ConfigError, RunFailed
 from dora.trainer import attention
 from dora.trainer.check_rows import LENGTHS, MembersAndRow, Sequences, sequences_for
@@ -114,7 +116,17 @@ def check_training(
     Gradients are compared for sequences that fit in one rank alone, so up to its part of the longest one.
     """
     with policy.trial_adapter():
-        return _check_training(policy, dtype, shared_prompts, longest=longest, context=context)
+        found = _check_training(policy, dtype, shared_prompts, longest=longest, context=context)
+    if policy.adapters is not None and policy.adapters.settings.begins_with:
+        try:
+            check_forward(
+                policy.model, device=policy.device, dtype=dtype, shared_prompts=shared_prompts, longest=longest,
+                context=context,
+            )  # fmt: skip
+        except ConfigError as err:
+            raise ConfigError(str(err).replace("model.path", FIELD)) from err
+        policy.reshard()
+    return found
 
 
 def _check_training(

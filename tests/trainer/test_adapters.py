@@ -479,6 +479,17 @@ def test_values_that_do_not_fit_are_refused_by_name(
         load(models / "qwen3", begins=str(folder))
 
 
+def test_an_adapter_under_which_the_model_computes_no_numbers_is_refused(
+    alone: None, models: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(begun(models / "qwen3", lora()).begins_with, tmp_path / "adapter")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file({name: 1e30 * tensor for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    policy = load(models / "qwen3", begins=str(folder))
+    with pytest.raises(ConfigError, match=r"^model\.adapter: Qwen3ForCausalLM cannot be trained: .* differ by inf"):
+        check_training(policy, dtype="float32")
+
+
 def test_versions_in_16_bits_are_rounded_once(alone: None, models: Path) -> None:
     """The sum of a weight and its adapter, which is published in these bits too, is in float64."""
     policy = load(models / "qwen3", dtype=torch.bfloat16)
