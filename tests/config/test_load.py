@@ -424,7 +424,11 @@ def test_a_preset_that_the_file_would_hide_is_refused(tmp_path: Path):
         "objective.loss.ratio, objective.loss.clip_low, objective.loss.clip_high, which would take precedence over "
         "those of the preset; remove them from the file, or set them too"
     ]
-    keys = ["objective.advantage=grpo", "objective.aggregation=seq_mean_token_mean", 'objective.loss={kind="gspo", ratio="bypass"}']
+    keys = [
+        "objective.advantage=grpo",
+        "objective.aggregation=seq_mean_token_mean",
+        'objective.loss={kind="gspo", ratio="bypass"}',
+    ]
     config = load(path, ["objective.preset=gspo", *keys, "objective.weight=none"], environ={})
     assert config.objective == load(None, ["objective.preset=gspo"], environ={}).objective
     assert load(path, ["objective.preset=dr_grpo"], environ={}).objective.preset == "dr_grpo"

@@ -64,8 +64,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 DEFAULTS: dict[str, Any] = {
     "preset": "none", "advantage": "dr_grpo", "aggregation": "seq_mean_token_sum_norm", "turn_rewards": "sum",
-    "truncated": "train", "weight": "tis", "weight_low": None, "weight_high": None, "on": "rho", "normalized": False, "mis": "none",
-    "mis_low": 0.5, "mis_high": 2.0, "veto": 0.0, "opsm": None, "vcpo": False, "proximal": "copy",
+    "truncated": "train", "weight": "tis", "weight_low": None, "weight_high": None, "on": "rho", "normalized": False,
+    "mis": "none", "mis_low": 0.5, "mis_high": 2.0, "veto": 0.0, "opsm": None, "vcpo": False, "proximal": "copy",
     "kl_coefficient": 0.0, "kl_reference": "", "kl_estimator": "k3", "entropy_coefficient": 0.0,
 }  # fmt: skip
 
