@@ -358,7 +358,7 @@ def _nearest(key: str, *, loc: tuple[int | str, ...]) -> str:
     parent, _, name = key.rpartition(".")
     siblings = _keys(_model_at(loc[:-1]))
     initials = [key for key in siblings if "".join(word[0] for word in key.split("_")) == name]
-    if near := get_close_matches(name, siblings, n=1) or initials:
+    if near := initials or get_close_matches(name, siblings, n=1):
         return f"did you mean {parent + '.' if parent else ''}{near[0]}?"
     home = {n: f"{section}.{n}" for section in Config.model_fields for n in _keys(_model_at((section,)))}
     if near := get_close_matches(name, home, n=1, cutoff=_MIN_SIMILARITY):

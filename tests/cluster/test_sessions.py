@@ -42,6 +42,7 @@ class Controller:
             term=1,
             token=TOKEN,
             live_bytes=1,
+            model=Path("/nonexistent"),
             known={},
             removed=(),
             save=self._save,

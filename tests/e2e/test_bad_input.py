@@ -48,7 +48,7 @@ NO_EVALUATION = settings(eval__sets="[]", task__rewards='[{kind="exact"}]')
         ),
         (
             "rollout.group_size=1",
-            r"rollout.group_size: 1 answer .*advantage 'grpo' is group-relative; use at least 2",
+            r"rollout.group_size: 1 answer .*advantage 'dr_grpo' is group-relative; use at least 2",
         ),
         (
             'task.rewards=[{kind="function", name="no_such_module:reward"}]',

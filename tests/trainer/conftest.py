@@ -63,7 +63,7 @@ SETTINGS = TrainerSettings(
     min_learning_rate=0.0, threads=1, micro_batch_tokens=64, longest_request=128,
     steps=100, learning_rate=1e-2, warmup_steps=2, weight_decay=0.1, beta1=0.9, beta2=0.95, max_grad_norm=0.05,
     updates=1, copies="device", probe_tokens=0, probe_every=1,
-    objective=f'{{"weight_high": {TIS_CAP}}}', max_new_tokens=100, temperature=0.7, max_staleness=2,
+    objective=f'{{"preset": "dapo", "weight_high": {TIS_CAP}}}', max_new_tokens=100, temperature=0.7, max_staleness=2,
     checkpoint_every=100, shard_ranks=0,
 )  # fmt: skip
 

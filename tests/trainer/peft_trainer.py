@@ -37,7 +37,8 @@ ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 DENSE: Final = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 #: Two updates a step: the second one needs π_o. The reference has no effect that could be seen, but is computed.
 SETTINGS_OF_STEP: Final = {
-    "updates": 2, "max_grad_norm": 0.05, "objective": f'{{"weight_high": {TIS_CAP}, "kl_coefficient": 1e-30}}'
+    "updates": 2, "max_grad_norm": 0.05,
+    "objective": f'{{"preset": "dapo", "weight_high": {TIS_CAP}, "kl_coefficient": 1e-30}}',
 }  # fmt: skip
 STEPS: Final = 3
 

@@ -17,6 +17,7 @@ from dora.transport.codec import decode, encode
 from dora.transport.messages import (
     ControllerData,
     ControllerFrame,
+    LoraSettings,
     MicroBatch,
     StepDone,
     ToController,
@@ -35,7 +36,7 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     origin = get_origin(annotation)
     if origin is np.ndarray:
         return stnp.arrays(get_args(get_args(annotation)[1])[0], stnp.array_shapes(min_dims=0, max_dims=3, min_side=0))
-    if annotation in WIRE_TYPES or annotation is TrainerSettings:
+    if annotation in WIRE_TYPES or annotation in (TrainerSettings, LoraSettings):
         return st.builds(annotation, **{name: values(hint) for name, hint in get_type_hints(annotation).items()})
     if annotation in (int, StepId, TrajectoryId, VersionId):
         return st.integers(-(2**63), 2**63 - 1)
