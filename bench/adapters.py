@@ -26,7 +26,7 @@ LAST: Final = 3
 #: Name -> settings, and the learning rates that are tried.
 KINDS: Final = {
     "all weights": ((), (1e-5, 2e-5, 4e-5)),
-    "adapter": (("trainer.lora.rank=8",), (1e-3, 2e-3, 4e-3)),
+    "adapter": (("trainer.lora.rank=8",), (1e-4, 2e-4, 4e-4)),
 }
 
 
