@@ -6,7 +6,7 @@ from dora.core.admission import admit, is_baseline, may_refill, why_not
 from dora.core.ids import VersionId
 from dora.core.occupancy import begin, footprint_of
 from dora.core.state import State
-from dora.core.tables import Group, Instance
+from dora.core.tables import Group, Server
 from dora.core.versions import Version
 
 
@@ -31,15 +31,15 @@ def fill(state: State, version: VersionId) -> None:
         admit(state, entry)
 
 
-def _room_for(state: State, group: Group, entry: Version, *, footprint: int) -> Instance | None:
+def _room_for(state: State, group: Group, entry: Version, *, footprint: int) -> Server | None:
     """Return an instance with room for the group's next trajectory, or None.
 
     The trajectory's last turn is cached where it was decoded, and the prompt where the latest sibling was dispatched;
     if that instance has no room, the roomiest one is taken.
     """
     last = group.waiting[-1].last
-    home = last if last is not None and last.version == entry.number else group.home
-    if home is not None and home.version == entry.number and home.takes_work and home.has_room(footprint):
+    home = last if last is not None and last.holding_of(entry.number) is not None else group.home
+    if home is not None and home.takes_work(entry.number) and home.has_room(footprint):
         return home
     instance = entry.roomiest()
     return instance if instance is not None and instance.has_room(footprint) else None

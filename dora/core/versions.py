@@ -14,7 +14,7 @@ from math import inf
 from typing import Final
 
 from dora.core.ids import GroupId, InstanceId, VersionId
-from dora.core.tables import Group, Instance, Trajectory
+from dora.core.tables import Group, Holding, Server, Trajectory
 
 #: Hex digits of the digest of a version's bytes.
 DIGITS: Final = 8
@@ -44,9 +44,9 @@ class Version:
     evaluating: bool = False  #: its evaluation is due or in progress
     kv_load: int = 0  #: footprints of its residents
     loading: int = 0  #: pushes of this version in flight
-    serving: dict[InstanceId, Instance] = field(default_factory=dict)  #: members that hold it
+    serving: dict[InstanceId, Server] = field(default_factory=dict)  #: members that hold it
     _waiting: list[tuple[int, GroupId, Group]] = field(default_factory=list)  # lazy heap, see reprioritize
-    _rooms: list[tuple[float, InstanceId, Instance]] = field(default_factory=list)  # lazy heap, see offer
+    _rooms: list[tuple[float, InstanceId, Server, Holding]] = field(default_factory=list)  # lazy heap, see offer
 
     @property
     def needs_instance(self) -> bool:
@@ -96,41 +96,46 @@ class Version:
 
     # -- instances with room: least loaded first --------------------------------------------------------------------
 
-    def offer(self, instance: Instance) -> None:
-        """Add an instance that takes work again or has more room; a heap entry with a higher key becomes stale."""
-        key = instance.load()
-        if key < instance.room_key:
-            instance.room_key = key
-            heappush(self._rooms, (key, instance.id, instance))
-            if len(self._rooms) > 64 + 4 * len(self.serving):  # mostly stale entries
-                self._rooms = sorted((i.room_key, i.id, i) for i in self.serving.values() if i.room_key < inf)
+    def offer(self, instance: Server, holding: Holding) -> None:
+        """Add an instance that takes work again or has more room; a heap entry with a higher key becomes stale.
 
-    def roomiest(self) -> Instance | None:
+        `holding` is the instance's holding of this version.
+        """
+        key = instance.load()
+        if key < holding.room_key:
+            holding.room_key = key
+            heappush(self._rooms, (key, instance.id, instance, holding))
+            if len(self._rooms) > 64 + 4 * len(self.serving):  # mostly stale entries
+                rooms = [(i, i.holding_of(self.number)) for i in self.serving.values()]
+                self._rooms = sorted((h.room_key, i.id, i, h) for i, h in rooms if h is not None and h.room_key < inf)
+
+    def roomiest(self) -> Server | None:
         """Return the least loaded instance that takes work of this version."""
         heap = self._rooms
         while heap:
-            key, id, instance = heap[0]
-            if key != instance.room_key or instance.version != self.number:
+            key, id, instance, holding = heap[0]
+            if key != holding.room_key or holding.version != self.number:
                 heappop(heap)
-            elif not instance.takes_work:
+            elif not instance.takes_work(self.number):
                 heappop(heap)
-                instance.room_key = inf  # not in the heap: `offer` must be called when it takes work again
+                holding.room_key = inf  # not in the heap: `offer` must be called when it takes work again
             elif (load := instance.load()) > key:
-                instance.room_key = load  # an increased load is updated only here
-                heapreplace(heap, (load, id, instance))
+                holding.room_key = load  # an increased load is updated only here
+                heapreplace(heap, (load, id, instance, holding))
             else:
                 return instance
         return None
 
-    def roomiest_few(self, count: int) -> list[Instance]:
+    def roomiest_few(self, count: int) -> list[Server]:
         """Return up to `count` instances that take work of this version, least loaded first."""
-        few: list[Instance] = []
+        few: list[tuple[Server, Holding]] = []
         while len(few) < count and (instance := self.roomiest()) is not None:
-            instance.room_key = inf  # makes its entry stale
-            few.append(instance)
-        for instance in few:
-            self.offer(instance)
-        return few
+            holding = self._rooms[0][3]
+            holding.room_key = inf  # makes its entry stale
+            few.append((instance, holding))
+        for instance, holding in few:
+            self.offer(instance, holding)
+        return [instance for instance, _ in few]
 
 
 @dataclass(slots=True, eq=False, repr=False)

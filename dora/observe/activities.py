@@ -10,7 +10,7 @@ from typing import Final
 from dora.core.admission import Refusal, why_not_admitted
 from dora.core.phases import PUSHING, GroupPhase, TrajectoryPhase, WeightsPhase
 from dora.core.state import State
-from dora.core.tables import Instance
+from dora.core.tables import Server
 
 _LOST: Final = WeightsPhase.LOST  # globals: see core/tables.py
 _CALLING: Final = TrajectoryPhase.CALLING
@@ -62,15 +62,15 @@ WAITING: Final = {
 }
 
 
-def instance_activity(state: State, instance: Instance, *, stage: str, is_sampling: bool, refusal: str) -> str:
+def instance_activity(state: State, instance: Server, *, stage: str, is_sampling: bool, refusal: str) -> str:
     """Return what an instance does.
 
     `stage`: of its push, if one is under way. `is_sampling`: whether a resident got a token of its present request.
     `refusal`: why no group is admitted now (`admission_refusal`).
     """
-    if instance.weights is _LOST:
+    if instance.is_lost:
         return "down"
-    if instance.weights in PUSHING:
+    if instance.full.phase in PUSHING:
         return f"push:{stage}"
     if instance.residents:
         if is_sampling:
@@ -80,16 +80,16 @@ def instance_activity(state: State, instance: Instance, *, stage: str, is_sampli
     return f"empty:{_why_empty(state, instance, refusal)}"
 
 
-def _why_empty(state: State, instance: Instance, refusal: str) -> str:
+def _why_empty(state: State, instance: Server, refusal: str) -> str:
     if not instance.is_member:
         return "drained"
     if refusal == Refusal.ENDED.name.lower():
         return refusal
-    if instance.weights is WeightsPhase.BLANK:
+    if instance.full.phase is WeightsPhase.BLANK:
         return "new"
-    if instance.weights is WeightsPhase.QUARANTINED:
+    if instance.full.phase is WeightsPhase.QUARANTINED:
         return "quarantined"
-    return refusal if instance.version == state.window.newest else "old_version"
+    return refusal if instance.full.version == state.window.newest else "old_version"
 
 
 def admission_refusal(state: State) -> str:

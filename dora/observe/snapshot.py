@@ -21,7 +21,7 @@ from dora.core.events import NoPrompt
 from dora.core.ids import GroupId, VersionId
 from dora.core.phases import HOLDS_VERSION, GroupPhase, Membership, TrajectoryPhase, WeightsPhase
 from dora.core.state import State
-from dora.core.tables import Instance
+from dora.core.tables import Server
 from dora.core.versions import Version
 from dora.errors import ProtocolError
 from dora.observe.activities import trainer_waits_for
@@ -319,13 +319,13 @@ def _version_row(entry: Version, *, state: State, live: set[VersionId]) -> Versi
     )
 
 
-def _instance_row(instance: Instance, *, shell: ShellFacts) -> InstanceRow:
+def _instance_row(instance: Server, *, shell: ShellFacts) -> InstanceRow:
     return InstanceRow(
         instance=instance.id,
         url=shell.urls.get(instance.id, ""),
         phase=_phase_of(instance, shell),
-        version=instance.version,
-        pushing=instance.pushing,
+        version=instance.full.version,
+        pushing=instance.full.pushing,
         residents=len(instance.residents),
         slots=instance.slots,
         kv_load=instance.kv_load,
@@ -335,12 +335,12 @@ def _instance_row(instance: Instance, *, shell: ShellFacts) -> InstanceRow:
     )
 
 
-def _phase_of(instance: Instance, shell: ShellFacts) -> str:
+def _phase_of(instance: Server, shell: ShellFacts) -> str:
     """Return the phase to show: a drained instance with a version is draining."""
-    if instance.weights is WeightsPhase.LOST and instance.id in shell.starting:
+    if instance.is_lost and instance.id in shell.starting:
         return STARTING
-    drains = instance.weights in HOLDS_VERSION and not instance.is_member
-    return WeightsPhase.DRAINING.value if drains else instance.weights.value
+    drains = instance.full.phase in HOLDS_VERSION and not instance.is_member
+    return WeightsPhase.DRAINING.value if drains else instance.full.phase.value
 
 
 def _count_phases(state: State, shell: ShellFacts) -> dict[str, int]:

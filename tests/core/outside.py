@@ -145,14 +145,15 @@ class Outside:
         """At rest, the roomiest server of a version has no room for its queued work, and no server is vacant while a
         version is in need."""
         state = self.state
-        takers = [i for i in state.instances.values() if i.takes_work]
         for version, entry in state.window.entries.items():
             groups = [g for g in state.ledger.groups.values() if g.current == version and g.waiting]
             if groups:
                 first = min(groups, key=lambda g: (g.unfinished, g.id))
                 most = first.num_prompt_tokens + self.settings.max_new_tokens
                 roomiest = min(
-                    (i for i in takers if i.version == version), key=lambda i: (i.load(), i.id), default=None
+                    (i for i in state.instances.values() if i.takes_work(version)),
+                    key=lambda i: (i.load(), i.id),
+                    default=None,
                 )
                 idle = roomiest is not None and roomiest.has_room(most)
                 assert not idle, f"version {version} has room while its group {first.id} waits: {roomiest}"
@@ -162,9 +163,9 @@ class Outside:
 
     def _may_be_pushed(self, id: InstanceId) -> bool:
         i = self.state.instances[id]
-        holds = self.state.window.entries.get(i.version) if i.version is not None else None
+        holds = self.state.window.entries.get(i.full.version) if i.full.version is not None else None
         is_last = holds is not None and holds.needs_instance and len(holds.serving) == 1
-        return i.is_empty and i.retry_at <= self.now and not is_last
+        return i.is_empty and i.full.retry_at <= self.now and not is_last
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
@@ -452,7 +453,7 @@ class Outside:
         self.servers[instance] = Server(old.incarnation + 1, True, 1 + instance % 4, 300, holds, old.weights)
         self.answer(ev.InstanceUp(self.now, instance, old.incarnation + 1, 1 + instance % 4, 300, version, digest))
         taken = self.state.instances.get(instance)
-        assert taken is None or taken.incarnation != old.incarnation + 1 or is_right == (taken.version is not None)
+        assert taken is None or taken.incarnation != old.incarnation + 1 or is_right == (taken.full.version is not None)
 
     def lose(self, instance: InstanceId) -> None:
         self._void(instance)

@@ -26,7 +26,7 @@ from dora.core.phases import (
     name_of,
 )
 from dora.core.strategies import rules_of
-from dora.core.tables import Group, Instance, Ledger
+from dora.core.tables import Group, Holding, Ledger, Server
 from tests.core.builders import PROMPT, Core, packing, started
 from tests.identity.runs import CALLS, OUTSIDES, play
 
@@ -69,13 +69,13 @@ def change_trajectory(before: TrajectoryPhase, after: TrajectoryPhase, cause: Ca
 
 
 def change_weights(before: WeightsPhase, after: WeightsPhase, cause: Cause) -> WeightsPhase:
-    instance = Instance(InstanceId(7), weights=before)
-    instance.move(after, cause)
-    return instance.weights
+    holding = Holding(before)
+    holding.move(after, cause, instance=Server(InstanceId(7), [holding]))
+    return holding.phase
 
 
 def change_membership(before: Membership, after: Membership, cause: Cause) -> Membership:
-    instance = Instance(InstanceId(7), membership=before)
+    instance = Server(InstanceId(7), membership=before)
     instance.change(after, cause)
     return instance.membership
 

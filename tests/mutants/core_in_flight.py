@@ -22,7 +22,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "update-last-instance-of-evaluation",
-            "    if instance.version == evaluation.version and len(state.entry(evaluation.version).serving) == 1:\n"
+            "    if holding.version == evaluation.version and len(state.entry(evaluation.version).serving) == 1:\n"
             "        return evaluation.version\n",
             "",
             "test_the_instance_kept_for_an_evaluation_is_not_pushed_again_and_again_under_kv_pressure",
