@@ -95,13 +95,15 @@ def may_refill(state: State, entry: Version) -> bool:
 
 
 def _has_its_share(state: State, instance: Server, entry: Version) -> bool:
-    """Whether an instance has its share of the version's requests; instances that are to load it have shares, too."""
+    """Whether an instance has its share of the requests of all versions that it serves; instances that are to load this
+    one have shares, too."""
     if not entry.loading or state.settings.rules.batched or not state.settings.orchestration.tail_care:
         return False
     if instance.is_empty:
         return False
     servers = len(entry.serving) + entry.loading + len(state.vacant)  # no vacant instance serves this version
-    wanted = entry.unfinished + num_admissible(state, entry.number) * state.settings.group_size
+    sharing = state.window.entries.values() if instance.is_shared else (entry,)
+    wanted = sum([e.unfinished for e in sharing]) + num_admissible(state, entry.number) * state.settings.group_size
     return instance.num_requests * servers >= wanted
 
 

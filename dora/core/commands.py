@@ -54,11 +54,27 @@ class GradeTrajectory(Command, frozen=True):
 
 
 class PushWeights(Command, frozen=True):
-    """Load a version into an instance and read it back → WeightPushFinished | WeightPushFailed."""
+    """Load a version into an instance and read it back → WeightPushFinished | WeightPushFailed.
+
+    An adapter is loaded beside others, while requests run, under a name with the attempt: no name is used again, also
+    not after a failure, so that a load that was given up cannot pass for another.
+    """
+
+    instance: InstanceId
+    attempt: int  #: a number that no other push or unload of the instance has
+    version: VersionId
+
+
+class UnloadVersion(Command, frozen=True):
+    """Unload an adapter, which no request uses → VersionUnloaded | VersionUnloadFailed.
+
+    The load may have failed: then it is not known whether the server has the adapter.
+    """
 
     instance: InstanceId
     attempt: int
     version: VersionId
+    load: int  #: attempt of the PushWeights that loaded it
 
 
 class TrainMicroBatch(Command, frozen=True):
@@ -210,6 +226,7 @@ AnyCommand = (
     | CallEnvironment
     | GradeTrajectory
     | PushWeights
+    | UnloadVersion
     | TrainMicroBatch
     | RestartTrainer
     | CondemnInstance

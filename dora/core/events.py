@@ -86,6 +86,21 @@ class WeightPushFailed(Event, frozen=True):
     reason: str
 
 
+class VersionUnloaded(Event, frozen=True):
+    """The instance does not have the adapter of the UnloadVersion any more, or never had it."""
+
+    instance: InstanceId
+    attempt: int
+
+
+class VersionUnloadFailed(Event, frozen=True):
+    """The unload failed, or its result is unknown."""
+
+    instance: InstanceId
+    attempt: int
+    reason: str
+
+
 class InstanceRemoved(Event, frozen=True):
     """The instance has left the run; its id is not reused before a ControllerRestarted."""
 
@@ -304,6 +319,8 @@ AnyEvent = (
     | StopRequested
     | WeightPushFinished
     | WeightPushFailed
+    | VersionUnloaded
+    | VersionUnloadFailed
     | PromptsArrived
     | GenerationFinished
     | GenerationStopped

@@ -59,6 +59,7 @@ def recall(state: State, instance: Server) -> None:
     for holding in instance.holdings:
         if holding.phase is WeightsPhase.SERVING:
             serve(state, instance, holding)
+    state.agenda.place = state.agenda.place or instance.is_shared
     freed(state, instance)
 
 
@@ -114,13 +115,13 @@ def undrain(state: State, instance: Server) -> None:
         state.num_draining -= 1
         state.agenda.fill(holding.version)
         if holding.version in state.window.entries:
-            state.entry(holding.version).offer(instance, holding)
+            state.entry(holding.version).offer(instance)
 
 
 def dismiss(state: State) -> None:
     """Dismiss the leaving instances that are empty."""
     for instance in list(state.leaving.values()):
-        if instance.is_empty and all(holding.pushing is None for holding in instance.holdings):
+        if instance.is_empty and not instance.has_orders:
             del state.leaving[instance.id]
             instance.change(Membership.DISMISSED, state.cause)
             state.out.append(DismissInstance(instance.id))

@@ -106,18 +106,18 @@ def _count_away(state: State, trajectory: Trajectory, count: int) -> None:
 
 def freed(state: State, instance: Server) -> None:
     """Note that an instance has more room than before."""
-    busy = instance.num_training or instance.reserved or instance.condemned
     for holding in instance.holdings:
         version = holding.version
         if version is not None:
             entry = state.window.entries.get(version)
             if entry is not None:
-                entry.offer(instance, holding)
+                entry.offer(instance)
                 state.agenda.fill(version)
             if version != state.window.newest:
                 state.agenda.repack = True
-        busy = busy or holding.pushing is not None
-    if not busy and instance.is_member and not instance.is_lost:
+    if instance.num_training or instance.reserved or instance.condemned or instance.is_shared:
+        return
+    if instance.full.pushing is None and instance.is_member and not instance.is_lost:
         state.vacant[instance.id] = instance
         state.agenda.place = True
 
@@ -207,7 +207,7 @@ def unlist(state: State, instance: Server, holding: Holding) -> None:
     """List an instance no longer as serving the version of a holding."""
     entry = state.window.entries.get(holding.version) if holding.version is not None else None
     if entry is not None:
-        entry.serving.pop(instance.id, None)
+        entry.leave(instance)
 
 
 def leave_serving(state: State, instance: Server, holding: Holding) -> None:

@@ -6,7 +6,7 @@ from typing import Final
 
 from dora.core import events as ev
 from dora.core.endings import go_on
-from dora.core.ids import TrajectoryId
+from dora.core.ids import InstanceId, TrajectoryId
 from dora.core.moves import move_call, relieve
 from dora.core.occupancy import (
     condemn,
@@ -17,12 +17,13 @@ from dora.core.occupancy import (
     take_count,
     unreserve,
 )
-from dora.core.phases import TrajectoryPhase, WeightsPhase
-from dora.core.pushes import confirmed, failed, push_ended, resumed, timed
+from dora.core.phases import IN_FLIGHT, TrajectoryPhase, WeightsPhase
+from dora.core.pushes import confirmed, failed, let_adapter_go, push_ended, resumed, timed
 from dora.core.state import State
 from dora.core.tables import Holding, Server
 
-#: Delays before a failed push is repeated, in seconds; if the push after the last delay fails, a condemnation follows.
+#: Delays in seconds before a failed push is repeated or, of an adapter, an unload follows; if one fails after the last
+#: delay, a condemnation follows.
 PUSH_BACKOFF_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 
 
@@ -30,7 +31,7 @@ def on_instance_up(state: State, event: ev.InstanceUp) -> None:
     if event.instance in state.removed:
         state.counters.late_completions += 1
         return
-    instance = state.instances.get(event.instance) or Server(event.instance)
+    instance = state.instances.get(event.instance) or _new(state, event.instance)
     if not instance.is_lost or event.incarnation <= instance.incarnation:
         state.counters.late_completions += 1
         return
@@ -44,13 +45,18 @@ def on_instance_up(state: State, event: ev.InstanceUp) -> None:
     if instance.is_member:
         count_in_fleet(state, instance)
     entry = state.window.entries.get(event.version) if event.version is not None else None
-    if entry is not None and entry.digest == event.digest:
+    if entry is not None and entry.digest == event.digest and not instance.is_shared:
         confirmed(state, instance, instance.full, entry.number)
         state.given_away.pop(entry.number, None)
     else:
         for holding in instance.holdings:
             holding.move(WeightsPhase.BLANK, state.cause, instance=instance)
+        state.agenda.place = state.agenda.place or instance.is_shared
     freed(state, instance)
+
+
+def _new(state: State, id: InstanceId) -> Server:
+    return Server(id, [Holding() for _ in range(state.settings.num_holdings)])
 
 
 def on_instance_lost(state: State, event: ev.InstanceLost) -> None:
@@ -90,6 +96,7 @@ def drop_instance(state: State, instance: Server, num_tokens: dict[TrajectoryId,
         if holding.pushing is not None:
             push_ended(state, holding)
         leave_serving(state, instance, holding)
+        let_adapter_go(state, holding)
         holding.move(WeightsPhase.LOST, state.cause, instance=instance)
     if instance.is_member:
         count_in_fleet(state, instance, sign=-1)
@@ -131,24 +138,26 @@ def on_kv_pressure_reported(state: State, event: ev.KvPressureReported) -> None:
         freed(state, instance)
 
 
-def _pushed(state: State, event: ev.WeightPushFinished | ev.WeightPushFailed) -> tuple[Server, Holding] | None:
-    """Return where the push was, or None if its completion is late."""
+def _answered(
+    state: State, event: ev.WeightPushFinished | ev.WeightPushFailed | ev.VersionUnloaded | ev.VersionUnloadFailed
+) -> tuple[Server, Holding] | None:
+    """Return the instance and the holding of the push or unload that an event answers, or None if the event is late."""
     instance = state.instances.get(event.instance)
     if instance is not None:
         for holding in instance.holdings:
-            if holding.attempt == event.attempt and holding.pushing is not None:
+            if holding.attempt == event.attempt and holding.phase in IN_FLIGHT:
                 return instance, holding
     state.counters.late_completions += 1
     return None
 
 
 def on_weight_push_finished(state: State, event: ev.WeightPushFinished) -> None:
-    if (found := _pushed(state, event)) is None:
+    if (found := _answered(state, event)) is None:
         return
     instance, holding = found
     if holding.pushing != event.version:
         reason = f"it was given version {holding.pushing} and reads back {event.version}"
-        _quarantine(state, instance, holding, reason)
+        _push_failed(state, instance, holding, reason)
         return
     timed(state, holding)
     push_ended(state, holding)
@@ -159,19 +168,36 @@ def on_weight_push_finished(state: State, event: ev.WeightPushFinished) -> None:
 
 
 def on_weight_push_failed(state: State, event: ev.WeightPushFailed) -> None:
-    if (found := _pushed(state, event)) is not None:
-        _quarantine(state, *found, event.reason)
+    if (found := _answered(state, event)) is not None:
+        _push_failed(state, *found, event.reason)
 
 
-def _quarantine(state: State, instance: Server, holding: Holding, reason: str) -> None:
-    """Note that a push has failed, and that what the holding has is unknown."""
+def _push_failed(state: State, instance: Server, holding: Holding, reason: str) -> None:
     failed(state, holding)
     push_ended(state, holding)
+    if _quarantine(state, instance, holding, f"pushes failed: {reason}"):
+        resumed(state, instance)
+        freed(state, instance)
+
+
+def on_version_unloaded(state: State, event: ev.VersionUnloaded) -> None:
+    if (found := _answered(state, event)) is not None:
+        instance, holding = found
+        let_adapter_go(state, holding)
+        holding.move(WeightsPhase.BLANK, state.cause, instance=instance)
+
+
+def on_version_unload_failed(state: State, event: ev.VersionUnloadFailed) -> None:
+    if (found := _answered(state, event)) is not None:
+        _quarantine(state, *found, f"pushes and unloads failed: {event.reason}")
+
+
+def _quarantine(state: State, instance: Server, holding: Holding, reason: str) -> bool:
+    """Note that it is not known what a holding has. After many failures condemn the instance, and return False."""
     holding.move(WeightsPhase.QUARANTINED, state.cause, instance=instance)
     if holding.failures >= len(PUSH_BACKOFF_S):
-        condemn(state, instance, f"{holding.failures + 1} pushes failed: {reason}")
-        return
+        condemn(state, instance, f"{holding.failures + 1} {reason}")
+        return False
     holding.retry_at = state.now + PUSH_BACKOFF_S[holding.failures]
     holding.failures += 1
-    resumed(state, instance)
-    freed(state, instance)
+    return True

@@ -22,7 +22,7 @@ def on_ticked(state: State, event: ev.Ticked) -> None:
     state.agenda.repack = True
     state.agenda.place = True
     for instance in state.instances.values():
-        if state.now >= instance.check_at and instance.full.pushing is None:
+        if state.now >= instance.check_at and not instance.is_updating:
             check_progress(state, instance)
     let_slots_go(state)
     for instance in state.drained.values():

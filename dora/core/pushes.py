@@ -1,4 +1,4 @@
-"""Pushes of weights, and what changes for the trajectories that they reach.
+"""Pushes of weights, unloads of adapters, and what changes for the trajectories that they reach.
 
 Invariant: with updates in flight, every untrained group belongs to the newest version (`Group.current`) and keeps its
 tag: staleness counts from the tag, and an answer with a span of another version counts as a conflict.
@@ -6,10 +6,9 @@ tag: staleness counts from the tag, and an answer with a span of another version
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
-from dora.core.commands import PushWeights
+from dora.core.commands import PushWeights, UnloadVersion
 from dora.core.ids import VersionId
 from dora.core.occupancy import leave_serving, serve, stop
 from dora.core.phases import TrajectoryPhase, WeightsPhase
@@ -26,7 +25,11 @@ def push(state: State, instance: Server, holding: Holding, version: VersionId) -
     is_first = holding.phase is WeightsPhase.BLANK
     holding.move(WeightsPhase.LOADING if is_first else WeightsPhase.UPDATING, state.cause, instance=instance)
     holding.pushing = version
-    holding.attempt += 1
+    instance.attempt += 1
+    holding.attempt = instance.attempt
+    if instance.is_shared:
+        holding.adapter, holding.load = version, holding.attempt
+        state.entry(version).held += 1
     holding.push_at = state.now
     state.push_limit.reach(state.now, under_way=state.pushes)
     holding.push_area_s = state.push_limit.under_way_s
@@ -34,6 +37,25 @@ def push(state: State, instance: Server, holding: Holding, version: VersionId) -
     state.given_away.pop(version, None)
     state.entry(version).loading += 1
     state.out.append(PushWeights(instance.id, holding.attempt, version))
+
+
+def unload(state: State, instance: Server, holding: Holding) -> None:
+    """Order that the adapter of a holding be unloaded; no trajectory on the server may need it."""
+    assert holding.adapter is not None
+    leave_serving(state, instance, holding)
+    holding.move(WeightsPhase.UNLOADING, state.cause, instance=instance)
+    instance.attempt += 1
+    holding.attempt = instance.attempt
+    state.out.append(UnloadVersion(instance.id, holding.attempt, holding.adapter, holding.load))
+
+
+def let_adapter_go(state: State, holding: Holding) -> None:
+    """Note that a holding has no adapter any more: its unload is confirmed, or the server is lost."""
+    if holding.adapter is not None:
+        state.entry(holding.adapter).held -= 1
+        holding.adapter = None
+        state.agenda.place = True
+        state.agenda.release = True
 
 
 def push_ended(state: State, holding: Holding) -> None:
@@ -74,14 +96,18 @@ def confirmed(state: State, instance: Server, holding: Holding, version: Version
     """Note that a holding has a version: a push was confirmed, or a server that serves it was taken over."""
     holding.move(WeightsPhase.SERVING, state.cause, instance=instance)
     holding.version = version
-    holding.room_key = math.inf
     if instance.is_member:  # else it was drained in the meantime
         serve(state, instance, holding)
     state.agenda.repack = True
 
 
 def resumed(state: State, instance: Server) -> None:
-    """Restart the watchdog of residents after a push; if it failed, stop them, as the weights are unknown."""
+    """Restart the watchdog of residents after an update; if it failed, stop them, as the weights are unknown.
+
+    Nothing changes for them if an adapter was loaded beside theirs.
+    """
+    if instance.is_shared:
+        return
     instance.progress_at = state.now
     for trajectory in instance.residents.values():
         trajectory.seen_at = state.now

@@ -13,6 +13,7 @@ from dora.core.patience import make_room, may_be_given_away
 from dora.core.phases import TrajectoryPhase, WeightsPhase
 from dora.core.placement import allot, allot_by_requests, kv_floor, plan_moves
 from dora.core.pushes import push
+from dora.core.sharing import share
 from dora.core.state import State
 from dora.core.tables import Server
 from dora.core.updates import update_fleet
@@ -25,8 +26,11 @@ PACKING_CANDIDATES: Final = 16
 
 
 def place(state: State) -> None:
-    """Order a push to each vacant instance that a version needs."""
+    """Order a push to each vacant instance that a version needs, or the loads and unloads of adapters."""
     newest = state.admission_version()
+    if state.settings.adapters:
+        share(state)
+        return
     if state.settings.rules.in_flight is not None and newest is not None and not state.finished:
         update_fleet(state, newest, is_wanted=why_not(state, newest) is None)
         return
@@ -138,6 +142,8 @@ def consolidate(state: State) -> None:
     rules, strategy = state.settings.orchestration, state.settings.rules
     if not rules.consolidation or strategy.batched or strategy.in_flight or newest is None or state.finished:
         return
+    if state.settings.adapters:
+        return  # no instance has to be freed for the newest version
     if not any(v < newest and len(e.serving) > 1 for v, e in state.window.entries.items()):
         return
     if why_not(state, newest) is not None:

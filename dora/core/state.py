@@ -88,13 +88,14 @@ class State:
     num_up: int = 0
     num_slots: int = 0
     num_kv_tokens: int = 0
-    num_draining: int = 0  #: instances in WeightsPhase.DRAINING
+    num_draining: int = 0  #: holdings in WeightsPhase.DRAINING
     pushes: int = 0  #: in flight, including those to drained instances
     push_s: float = 0.0  #: mean time of the pushes that succeeded
     num_pushed: int = 0
     push_limit: PushLimit = field(default_factory=PushLimit)
     yielding: Server | None = None  #: admits no group, to make room for a version in need (`patience`)
-    vacant: dict[InstanceId, Server] = field(default_factory=dict)  #: no training resident, reservation or push
+    #: Servers of full weights with no training resident, reservation or push.
+    vacant: dict[InstanceId, Server] = field(default_factory=dict)
     drained: dict[InstanceId, Server] = field(default_factory=dict)  #: not members, lost ones included
     leaving: dict[InstanceId, Server] = field(default_factory=dict)  #: to be dismissed once they are empty
     removed: set[InstanceId] = field(default_factory=set)  #: left since this controller began; not reused

@@ -7,13 +7,13 @@ strategy updates in flight (C1). `invariants.check` recomputes all counters.
 
 from __future__ import annotations
 
-import math
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Final
 
 from dora.core.ids import GroupId, InstanceId, StepId, Subject, TrajectoryId, Truncation, VersionId
 from dora.core.phases import (
     GROUP,
+    IN_FLIGHT,
     MEMBERSHIP,
     TRAJECTORY,
     WEIGHTS,
@@ -112,17 +112,18 @@ class Group:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Holding:
-    """A place for one version on a server."""
+    """A place for one version on a server: its full weights, or one of several adapters."""
 
     phase: WeightsPhase = WeightsPhase.LOST
     version: VersionId | None = None  #: confirmed version; None unless SERVING or DRAINING
     pushing: VersionId | None = None  #: version of the push in flight; None unless LOADING or UPDATING
-    attempt: int = 0  #: of its latest push
+    adapter: VersionId | None = None  #: the adapter that it has or may have: from its push until it is unloaded
+    load: int = 0  #: attempt of the push of `adapter`
+    attempt: int = 0  #: of its latest push or unload
     push_at: float = 0.0  #: when it was ordered
     push_area_s: float = 0.0  #: `PushLimit.under_way_s` at that time
-    failures: int = 0  #: consecutive failed pushes
-    retry_at: float = 0.0  #: no push before this time
-    room_key: float = math.inf  #: its key in the version's heap of rooms, never above its load; inf: not in it
+    failures: int = 0  #: pushes and unloads that failed since a push was confirmed
+    retry_at: float = 0.0  #: no push or unload before this time
 
     def move(self, phase: WeightsPhase, cause: Cause, *, instance: Server) -> None:
         """Change the phase; ImpossibleChange unless `phases.WEIGHTS` lists the change with its cause."""
@@ -137,10 +138,11 @@ class Holding:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Server:
-    """One inference server. Its slots and its KV serve all versions that it holds."""
+    """One inference server. All versions that it holds share its slots and its KV."""
 
     id: InstanceId
     holdings: list[Holding] = field(default_factory=lambda: [Holding()])
+    attempt: int = 0  #: of the latest push or unload
     incarnation: int = 0  #: counts its starts
     membership: Membership = _MEMBER
     slots: int = 0
@@ -173,6 +175,11 @@ class Server:
         return self.holdings[0]
 
     @property
+    def is_shared(self) -> bool:
+        """Whether it holds several versions side by side, as adapters."""
+        return len(self.holdings) > 1
+
+    @property
     def is_lost(self) -> bool:
         """Whether it is down, or not up yet: all of its holdings are LOST."""
         return self.holdings[0].phase is _LOST
@@ -183,9 +190,19 @@ class Server:
         return not self.num_requests
 
     @property
+    def is_updating(self) -> bool:
+        """Whether a push is in flight that may hold up its requests. The push of an adapter does not."""
+        return self.full.pushing is not None and not self.is_shared
+
+    @property
     def may_be_paused(self) -> bool:
-        """Whether a push is in flight or has failed, so that health checks may fail although the server is well."""
-        return self.full.pushing is not None or self.full.phase is WeightsPhase.QUARANTINED
+        """Whether an update is in flight or has failed, so that health checks may fail although the server is well."""
+        return self.is_updating or (self.full.phase is WeightsPhase.QUARANTINED and not self.is_shared)
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether a push or an unload is in flight."""
+        return any(holding.phase in IN_FLIGHT for holding in self.holdings)
 
     @property
     def is_member(self) -> bool:
@@ -194,7 +211,12 @@ class Server:
 
     def takes_work(self, version: VersionId | None) -> bool:
         """Whether it may get requests for this version."""
-        return not self.pressed and self.serves(version)
+        if self.pressed or self.condemned or self.membership is not _MEMBER:
+            return False
+        for holding in self.holdings:
+            if holding.version == version:
+                return holding.phase is _SERVING
+        return False
 
     def serves(self, version: VersionId | None) -> bool:
         """Whether a trajectory of this version may stay on it: like `takes_work`, but under KV pressure too."""

@@ -1,7 +1,9 @@
 """The version window: which policy versions are live, what needs each, and which can be released.
 
 A version is live while it is the newest or has an untrained group. It is also kept, without being live, while an
-evaluation or a push in flight needs it. `invariants.check` recomputes all counters.
+evaluation or a push in flight needs it, and while a server has its adapter or may have it.
+
+`invariants.check` recomputes all counters.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from math import inf
 from typing import Final
 
 from dora.core.ids import GroupId, InstanceId, VersionId
-from dora.core.tables import Group, Holding, Server, Trajectory
+from dora.core.tables import Group, Server, Trajectory
 
 #: Hex digits of the digest of a version's bytes.
 DIGITS: Final = 8
@@ -44,9 +46,12 @@ class Version:
     evaluating: bool = False  #: its evaluation is due or in progress
     kv_load: int = 0  #: footprints of its residents
     loading: int = 0  #: pushes of this version in flight
+    held: int = 0  #: servers that have its adapter, or may have it
     serving: dict[InstanceId, Server] = field(default_factory=dict)  #: members that hold it
     _waiting: list[tuple[int, GroupId, Group]] = field(default_factory=list)  # lazy heap, see reprioritize
-    _rooms: list[tuple[float, InstanceId, Server, Holding]] = field(default_factory=list)  # lazy heap, see offer
+    _rooms: list[tuple[float, InstanceId, Server]] = field(default_factory=list)  # lazy heap, see offer
+    #: Of each instance in that heap, never above its load.
+    _keys: dict[InstanceId, float] = field(default_factory=dict)
 
     @property
     def needs_instance(self) -> bool:
@@ -96,46 +101,47 @@ class Version:
 
     # -- instances with room: least loaded first --------------------------------------------------------------------
 
-    def offer(self, instance: Server, holding: Holding) -> None:
-        """Add an instance that takes work again or has more room; a heap entry with a higher key becomes stale.
-
-        `holding` is the instance's holding of this version.
-        """
+    def offer(self, instance: Server) -> None:
+        """Add an instance that takes work again or has more room; a heap entry with a higher key becomes stale."""
         key = instance.load()
-        if key < holding.room_key:
-            holding.room_key = key
-            heappush(self._rooms, (key, instance.id, instance, holding))
+        if key < self._keys.get(instance.id, inf):
+            self._keys[instance.id] = key
+            heappush(self._rooms, (key, instance.id, instance))
             if len(self._rooms) > 64 + 4 * len(self.serving):  # mostly stale entries
-                rooms = [(i, i.holding_of(self.number)) for i in self.serving.values()]
-                self._rooms = sorted((h.room_key, i.id, i, h) for i, h in rooms if h is not None and h.room_key < inf)
+                keys = self._keys
+                self._rooms = sorted((keys[i.id], i.id, i) for i in self.serving.values() if i.id in keys)
+
+    def leave(self, instance: Server) -> None:
+        """Remove an instance that no longer holds the version."""
+        self.serving.pop(instance.id, None)
+        self._keys.pop(instance.id, None)
 
     def roomiest(self) -> Server | None:
         """Return the least loaded instance that takes work of this version."""
-        heap = self._rooms
+        heap, keys = self._rooms, self._keys
         while heap:
-            key, id, instance, holding = heap[0]
-            if key != holding.room_key or holding.version != self.number:
+            key, id, instance = heap[0]
+            if key != keys.get(id):
                 heappop(heap)
             elif not instance.takes_work(self.number):
                 heappop(heap)
-                holding.room_key = inf  # not in the heap: `offer` must be called when it takes work again
+                del keys[id]  # not in the heap: `offer` must be called when it takes work again
             elif (load := instance.load()) > key:
-                holding.room_key = load  # an increased load is updated only here
-                heapreplace(heap, (load, id, instance, holding))
+                keys[id] = load  # an increased load is updated only here
+                heapreplace(heap, (load, id, instance))
             else:
                 return instance
         return None
 
     def roomiest_few(self, count: int) -> list[Server]:
         """Return up to `count` instances that take work of this version, least loaded first."""
-        few: list[tuple[Server, Holding]] = []
+        few: list[Server] = []
         while len(few) < count and (instance := self.roomiest()) is not None:
-            holding = self._rooms[0][3]
-            holding.room_key = inf  # makes its entry stale
-            few.append((instance, holding))
-        for instance, holding in few:
-            self.offer(instance, holding)
-        return [instance for instance, _ in few]
+            del self._keys[instance.id]  # makes its entry stale
+            few.append(instance)
+        for instance in few:
+            self.offer(instance)
+        return few
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -156,9 +162,10 @@ class Window:
         return [v for v, e in self.entries.items() if v == self.newest or e.groups]
 
     def releasable(self) -> list[VersionId]:
-        """Return the versions that are not live, are not to be evaluated, and have no push in flight."""
+        """Return the versions that are not live, are not to be evaluated, have no push in flight, and have left all
+        servers of adapters."""
         return [
             v
             for v, e in self.entries.items()
-            if v != self.newest and not e.groups and not e.unfinished and not e.evaluating and not e.loading
+            if v != self.newest and not (e.groups or e.unfinished or e.evaluating or e.loading or e.held)
         ]

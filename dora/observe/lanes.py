@@ -21,7 +21,7 @@ from dora.core.ids import InstanceId, TrajectoryId
 from dora.core.state import State
 from dora.core.tables import Server
 from dora.journal.spans import Kind, SpanLine, TimelineRow, encode_line
-from dora.observe.activities import admission_refusal, instance_activity, waiting_cause
+from dora.observe.activities import admission_refusal, instance_activity, shown, waiting_cause
 from dora.observe.timeline import Doing, Timeline
 from dora.transport.messages import RankSpans
 
@@ -253,7 +253,8 @@ class Lanes:
             is_sampling=bool(self._sampling.get(instance.id)),
             refusal=self._refusal,
         )
-        return activity, instance.full.pushing if instance.full.pushing is not None else instance.full.version
+        holding = shown(instance)
+        return activity, holding.pushing if holding.pushing is not None else holding.version
 
     def _look(self, id: InstanceId, at: float) -> None:
         """End the span of an instance if it does something else now."""

@@ -24,7 +24,7 @@ from dora.core.state import State
 from dora.core.tables import Server
 from dora.core.versions import Version
 from dora.errors import ProtocolError
-from dora.observe.activities import trainer_waits_for
+from dora.observe.activities import shown, trainer_waits_for
 from dora.observe.drift import Alarm
 from dora.observe.durations import DurationHistogram
 from dora.observe.episodes import EnvironmentRow
@@ -320,12 +320,13 @@ def _version_row(entry: Version, *, state: State, live: set[VersionId]) -> Versi
 
 
 def _instance_row(instance: Server, *, shell: ShellFacts) -> InstanceRow:
+    holding = shown(instance)
     return InstanceRow(
         instance=instance.id,
         url=shell.urls.get(instance.id, ""),
         phase=_phase_of(instance, shell),
-        version=instance.full.version,
-        pushing=instance.full.pushing,
+        version=holding.version,
+        pushing=holding.pushing,
         residents=len(instance.residents),
         slots=instance.slots,
         kv_load=instance.kv_load,
@@ -339,8 +340,9 @@ def _phase_of(instance: Server, shell: ShellFacts) -> str:
     """Return the phase to show: a drained instance with a version is draining."""
     if instance.is_lost and instance.id in shell.starting:
         return STARTING
-    drains = instance.full.phase in HOLDS_VERSION and not instance.is_member
-    return WeightsPhase.DRAINING.value if drains else instance.full.phase.value
+    phase = shown(instance).phase
+    drains = phase in HOLDS_VERSION and not instance.is_member
+    return WeightsPhase.DRAINING.value if drains else phase.value
 
 
 def _count_phases(state: State, shell: ShellFacts) -> dict[str, int]:
