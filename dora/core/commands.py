@@ -56,8 +56,9 @@ class GradeTrajectory(Command, frozen=True):
 class PushWeights(Command, frozen=True):
     """Load a version into an instance and read it back → WeightPushFinished | WeightPushFailed.
 
-    An adapter is loaded beside others, while requests run, under a name with the attempt: no name is used again, also
-    not after a failure, so that a load that was given up cannot pass for another.
+    An adapter is loaded beside others, while requests run, under a name of its own: the attempt is part of it, and the
+    start of the controller, as an instance that has left may come back under its number. No name or path is used again,
+    so that a load that was given up cannot pass for another.
     """
 
     instance: InstanceId

@@ -17,7 +17,9 @@ def fill(state: State, version: VersionId) -> None:
         return
     if state.evaluation.version == version and state.evaluation.waiting:
         _fill_evaluation(state, entry)
-    if not entry.num_waiting or _fill_waiting(state, entry):
+    if entry.num_waiting:
+        _fill_waiting(state, entry)
+    if not entry.num_waiting:
         _admit(state, entry)
 
 
@@ -31,24 +33,26 @@ def fill_shared(state: State) -> None:
     evaluated = evaluation.version
     if evaluated is not None and evaluation.waiting and not _fill_evaluation(state, entries[evaluated]):
         return
-    if all(_fill_waiting(state, entry) for entry in entries.values()):
-        for entry in reversed(entries.values()):
-            _admit(state, entry)
+    for entry in entries.values():
+        _fill_waiting(state, entry)
+        if entry.num_waiting and entry.roomiest() is not None:
+            return
+    for entry in reversed(entries.values()):
+        _admit(state, entry)
 
 
-def _fill_waiting(state: State, entry: Version) -> bool:
-    """Dispatch the queued trajectories of a version; False if those that take work lack room for the next one."""
+def _fill_waiting(state: State, entry: Version) -> None:
+    """Dispatch the queued trajectories of a version, until the next one lacks room."""
     while entry.num_waiting:
         group = entry.first_waiting()
         trajectory = group.waiting[-1]
         footprint = footprint_of(state, trajectory.num_prompt_tokens, trajectory.num_tokens)
         instance = _room_for(state, group, entry, footprint=footprint)
         if instance is None:
-            return entry.roomiest() is None
+            return
         entry.dequeue(group)
         trajectory.last = None
         begin(state, trajectory, instance, footprint=footprint)
-    return True
 
 
 def _admit(state: State, entry: Version) -> None:

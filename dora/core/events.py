@@ -31,7 +31,11 @@ class Event(msgspec.Struct, frozen=True, gc=False, tag=True, forbid_unknown_fiel
 
 class InstanceUp(Event, frozen=True):
     """A server answers and can load weights. The weights it holds count as unknown, unless it was taken over with a
-    version of this run: its node kept it running, and nothing runs on it now."""
+    version of this run: its node kept it running, and nothing runs on it now.
+
+    With adapters it has room for `Settings.num_holdings` of them, and has none: those that an earlier controller loaded
+    are unloaded before.
+    """
 
     instance: InstanceId
     incarnation: int  #: counts the times it came up; events of an older one are ignored

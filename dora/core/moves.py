@@ -19,6 +19,7 @@ from dora.core.occupancy import (
     reserve,
     serve,
     stop,
+    takes_less,
     unhold,
     unlist,
 )
@@ -45,6 +46,7 @@ def drain(state: State, instance: Server) -> None:
     instance.change(Membership.DRAINED, state.cause)
     state.drained[instance.id] = instance
     state.vacant.pop(instance.id, None)
+    takes_less(state, instance)
     evacuate(state, instance)
 
 

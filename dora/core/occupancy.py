@@ -122,6 +122,12 @@ def freed(state: State, instance: Server) -> None:
         state.agenda.place = True
 
 
+def takes_less(state: State, instance: Server) -> None:
+    """Note that an instance takes no more work: what only lacked room there does not hold up other versions any more."""
+    if instance.is_shared and state.window.newest is not None:
+        state.agenda.fill(state.window.newest)
+
+
 def reserve(state: State, trajectory: Trajectory, target: Server) -> None:
     """Start a move: reserve a slot and KV on the target, then stop the request on the source."""
     trajectory.target = target
@@ -222,5 +228,6 @@ def condemn(state: State, instance: Server, reason: str) -> None:
     """Order that an instance be declared lost; until then it gets no work."""
     if not instance.condemned:
         instance.condemned = True
+        takes_less(state, instance)
         state.vacant.pop(instance.id, None)
         state.out.append(CondemnInstance(instance.id, instance.incarnation, reason))

@@ -15,6 +15,7 @@ from dora.core.occupancy import (
     freed,
     leave_serving,
     take_count,
+    takes_less,
     unreserve,
 )
 from dora.core.phases import IN_FLIGHT, TrajectoryPhase, WeightsPhase
@@ -103,6 +104,7 @@ def drop_instance(state: State, instance: Server, num_tokens: dict[TrajectoryId,
     instance.reported = {}
     instance.condemned = instance.pressed = False
     state.vacant.pop(instance.id, None)
+    takes_less(state, instance)
     for trajectory in residents:
         trajectory.attempt += 1  # later events of the lost request are ignored
         state.counters.recovered += 1
@@ -134,6 +136,7 @@ def on_kv_pressure_reported(state: State, event: ev.KvPressureReported) -> None:
     instance.pressed = event.pressed
     if event.pressed:
         relieve(state, instance)
+        takes_less(state, instance)
     else:
         freed(state, instance)
 

@@ -254,11 +254,12 @@ def test_what_no_server_can_serve_yet_holds_up_nothing() -> None:
 def test_a_drained_server_loads_nothing_and_still_unloads_what_nobody_needs() -> None:
     core = shared(instances=2)
     core.drain(1)
-    for t in [t.id for t in core.state.trajectories.values() if t.version == 0]:
-        core.finished(t)
+    for group in (4, 5, 6, 7):
+        core.answer(group)
     assert unload(1, version=0, attempt=3, load=1) in core.of(cmd.UnloadVersion)
     core.unloaded(1, 0)
-    assert not [o for o in core.tick(1.0) if isinstance(o, cmd.PushWeights) and o.instance == ONE]
+    core.train(1)
+    assert [o.instance for o in core.publish(2) if isinstance(o, cmd.PushWeights)] == [ZERO]
 
 
 def test_a_server_leaves_when_no_load_or_unload_is_under_way() -> None:

@@ -19,10 +19,13 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "sharing-evaluation-waits-for-training",
             "    if evaluated is not None and evaluation.waiting and not _fill_evaluation(state, entries[evaluated]):\n"
             "        return\n"
-            "    if all(_fill_waiting(state, entry) for entry in entries.values()):\n",
-            "    if all(_fill_waiting(state, entry) for entry in entries.values()):\n"
-            "        if evaluated is not None and evaluation.waiting:\n"
-            "            _fill_evaluation(state, entries[evaluated])\n",
+            "    for entry in entries.values():\n"
+            "        _fill_waiting(state, entry)\n",
+            "    for entry in entries.values():\n"
+            "        _fill_waiting(state, entry)\n"
+            "    if evaluated is not None and evaluation.waiting:\n"
+            "        _fill_evaluation(state, entries[evaluated])\n"
+            "    for entry in entries.values():\n",
             "test_a_free_slot_goes_to_the_share_of_the_evaluation_first",
         ),
         (
@@ -33,28 +36,28 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "sharing-later-deadlines-first",
-            "all(_fill_waiting(state, entry) for entry in entries.values())",
-            "all(_fill_waiting(state, entry) for entry in reversed(entries.values()))",
+            "    for entry in entries.values():\n        _fill_waiting(state, entry)\n",
+            "    for entry in reversed(entries.values()):\n        _fill_waiting(state, entry)\n",
             "test_a_free_slot_goes_to_waiting_trajectories_by_deadline",
         ),
         (
             "sharing-new-groups-before-waiting-ones",
-            "    if all(_fill_waiting(state, entry) for entry in entries.values()):\n",
+            "    for entry in entries.values():\n        _fill_waiting(state, entry)\n",
             "    for entry in reversed(entries.values()):\n"
             "        _admit(state, entry)\n"
-            "    if all(_fill_waiting(state, entry) for entry in entries.values()):\n",
+            "    for entry in entries.values():\n        _fill_waiting(state, entry)\n",
             "test_a_new_group_is_admitted_only_when_nothing_waits",
         ),
         (
             "sharing-small-ones-overtake",
-            "            return entry.roomiest() is None\n",
-            "            return True\n",
+            "        if entry.num_waiting and entry.roomiest() is not None:\n            return\n",
+            "",
             "test_nothing_overtakes_a_trajectory_that_lacks_room",
         ),
         (
             "sharing-waits-for-what-no-server-has",
-            "            return entry.roomiest() is None\n",
-            "            return False\n",
+            "        if entry.num_waiting and entry.roomiest() is not None:\n",
+            "        if entry.num_waiting:\n",
             "test_what_no_server_can_serve_yet_holds_up_nothing",
         ),
     ),
