@@ -117,7 +117,7 @@ def undrain(state: State, instance: Server) -> None:
         state.num_draining -= 1
         state.agenda.fill(holding.version)
         if holding.version in state.window.entries:
-            state.entry(holding.version).offer(instance)
+            state.entry(holding.version).offer(instance, holding)
 
 
 def dismiss(state: State) -> None:

@@ -6,6 +6,7 @@ without a slot during a call, so that the counters of instance, version and eval
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from dora.core.commands import CondemnInstance, Generate, StopRequest
@@ -111,7 +112,7 @@ def freed(state: State, instance: Server) -> None:
         if version is not None:
             entry = state.window.entries.get(version)
             if entry is not None:
-                entry.offer(instance)
+                entry.offer(instance, holding)
                 state.agenda.fill(version)
             if version != state.window.newest:
                 state.agenda.repack = True
@@ -123,7 +124,7 @@ def freed(state: State, instance: Server) -> None:
 
 
 def takes_less(state: State, instance: Server) -> None:
-    """Note that an instance takes no more work: what only lacked room there does not hold up other versions any more."""
+    """Note that an instance takes no more work: what only lacked room there holds up other versions no longer."""
     if instance.is_shared and state.window.newest is not None:
         state.agenda.fill(state.window.newest)
 
@@ -205,6 +206,7 @@ def count_in_fleet(state: State, instance: Server, *, sign: int = 1) -> None:
 def serve(state: State, instance: Server, holding: Holding) -> None:
     """List an instance as serving the version of a holding, if the version is still needed."""
     assert holding.version is not None
+    holding.room_key = math.inf  # what the heap may have of it is stale
     if holding.version in state.window.entries:
         state.entry(holding.version).serving[instance.id] = instance
 
@@ -213,7 +215,7 @@ def unlist(state: State, instance: Server, holding: Holding) -> None:
     """List an instance no longer as serving the version of a holding."""
     entry = state.window.entries.get(holding.version) if holding.version is not None else None
     if entry is not None:
-        entry.leave(instance)
+        entry.serving.pop(instance.id, None)
 
 
 def leave_serving(state: State, instance: Server, holding: Holding) -> None:

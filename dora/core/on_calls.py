@@ -61,13 +61,13 @@ def _hold_for_a_while(state: State, trajectory: Trajectory, instance: Server | N
         until += context * state.settings.prefill_s_per_token * instance.slots * elsewhere
     hold(state, trajectory, instance if until > state.now else None)
     if trajectory.instance is not None:
-        heappush(state.holding, (until, trajectory.id, trajectory.attempt))
+        heappush(state.holds, (until, trajectory.id, trajectory.attempt))
 
 
 def let_slots_go(state: State) -> None:
     """Free the slots that calling trajectories have kept for long enough."""
-    while state.holding and state.holding[0][0] <= state.now:
-        _, id, attempt = heappop(state.holding)
+    while state.holds and state.holds[0][0] <= state.now:
+        _, id, attempt = heappop(state.holds)
         trajectory = state.trajectories.get(id)
         if trajectory is not None and trajectory.attempt == attempt and trajectory.instance is not None:
             move_call(state, trajectory, None)

@@ -57,7 +57,7 @@ def on_instance_up(state: State, event: ev.InstanceUp) -> None:
 
 
 def _new(state: State, id: InstanceId) -> Server:
-    return Server(id, [Holding() for _ in range(state.settings.num_holdings)])
+    return Server(id, [Holding(number=number) for number in range(state.settings.num_holdings)])
 
 
 def on_instance_lost(state: State, event: ev.InstanceLost) -> None:

@@ -103,7 +103,7 @@ class State:
     # -- calls
     #: Versions whose last instance was given away, and since when each needs an instance; None: it does not yet.
     given_away: dict[VersionId, float | None] = field(default_factory=dict)
-    holding: list[tuple[float, TrajectoryId, int]] = field(default_factory=list)  #: heap: end of the hold, id, attempt
+    holds: list[tuple[float, TrajectoryId, int]] = field(default_factory=list)  #: heap: end of the hold, id, attempt
 
     # -- answer lengths
     length_sum: int = field(init=False)  #: total length of finished answers, plus the prior

@@ -7,6 +7,7 @@ strategy updates in flight (C1). `invariants.check` recomputes all counters.
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Final
 
@@ -124,6 +125,8 @@ class Holding:
     push_area_s: float = 0.0  #: `PushLimit.under_way_s` at that time
     failures: int = 0  #: pushes and unloads that failed since a push was confirmed
     retry_at: float = 0.0  #: no push or unload before this time
+    room_key: float = math.inf  #: its key in the version's heap of rooms, never above the load; inf: not in it
+    number: int = 0  #: among the holdings of its server
 
     def move(self, phase: WeightsPhase, cause: Cause, *, instance: Server) -> None:
         """Change the phase; ImpossibleChange unless `phases.WEIGHTS` lists the change with its cause."""

@@ -16,7 +16,11 @@ from math import inf
 from typing import Final
 
 from dora.core.ids import GroupId, InstanceId, VersionId
-from dora.core.tables import Group, Server, Trajectory
+from dora.core.phases import Membership, WeightsPhase
+from dora.core.tables import Group, Holding, Server, Trajectory
+
+_SERVING: Final = WeightsPhase.SERVING  # globals: see tables.py
+_MEMBER: Final = Membership.MEMBER
 
 #: Hex digits of the digest of a version's bytes.
 DIGITS: Final = 8
@@ -49,9 +53,8 @@ class Version:
     held: int = 0  #: servers that have its adapter, or may have it
     serving: dict[InstanceId, Server] = field(default_factory=dict)  #: members that hold it
     _waiting: list[tuple[int, GroupId, Group]] = field(default_factory=list)  # lazy heap, see reprioritize
-    _rooms: list[tuple[float, InstanceId, Server]] = field(default_factory=list)  # lazy heap, see offer
-    #: Of each instance in that heap, never above its load.
-    _keys: dict[InstanceId, float] = field(default_factory=dict)
+    #: Lazy heap, see `offer`.
+    _rooms: list[tuple[float, InstanceId, int, Server, Holding]] = field(default_factory=list)
 
     @property
     def needs_instance(self) -> bool:
@@ -101,47 +104,51 @@ class Version:
 
     # -- instances with room: least loaded first --------------------------------------------------------------------
 
-    def offer(self, instance: Server) -> None:
-        """Add an instance that takes work again or has more room; a heap entry with a higher key becomes stale."""
-        key = instance.load()
-        if key < self._keys.get(instance.id, inf):
-            self._keys[instance.id] = key
-            heappush(self._rooms, (key, instance.id, instance))
-            if len(self._rooms) > 64 + 4 * len(self.serving):  # mostly stale entries
-                keys = self._keys
-                self._rooms = sorted((keys[i.id], i.id, i) for i in self.serving.values() if i.id in keys)
+    def offer(self, instance: Server, holding: Holding) -> None:
+        """Add an instance that takes work again or has more room; a heap entry with a higher key becomes stale.
 
-    def leave(self, instance: Server) -> None:
-        """Remove an instance that no longer holds the version."""
-        self.serving.pop(instance.id, None)
-        self._keys.pop(instance.id, None)
+        `holding` is where it has this version.
+        """
+        key = instance.load()
+        if key < holding.room_key:
+            holding.room_key = key
+            heappush(self._rooms, (key, instance.id, holding.number, instance, holding))
+            if len(self._rooms) > 64 + 4 * len(self.serving):  # mostly stale entries
+                held = [(i, h) for i in self.serving.values() for h in i.holdings if h.version == self.number]
+                self._rooms = sorted((h.room_key, i.id, h.number, i, h) for i, h in held if h.room_key < inf)
 
     def roomiest(self) -> Server | None:
-        """Return the least loaded instance that takes work of this version."""
-        heap, keys = self._rooms, self._keys
+        """Return the least loaded instance that takes work of this version (`Server.takes_work`, in line)."""
+        heap = self._rooms
         while heap:
-            key, id, instance = heap[0]
-            if key != keys.get(id):
+            key, id, number, instance, holding = heap[0]
+            if key != holding.room_key or holding.version != self.number:
                 heappop(heap)
-            elif not instance.takes_work(self.number):
+            elif (
+                holding.phase is not _SERVING
+                or instance.pressed
+                or instance.condemned
+                or instance.membership is not _MEMBER
+            ):
                 heappop(heap)
-                del keys[id]  # not in the heap: `offer` must be called when it takes work again
+                holding.room_key = inf  # not in the heap: `offer` must be called when it takes work again
             elif (load := instance.load()) > key:
-                keys[id] = load  # an increased load is updated only here
-                heapreplace(heap, (load, id, instance))
+                holding.room_key = load  # an increased load is updated only here
+                heapreplace(heap, (load, id, number, instance, holding))
             else:
                 return instance
         return None
 
     def roomiest_few(self, count: int) -> list[Server]:
         """Return up to `count` instances that take work of this version, least loaded first."""
-        few: list[Server] = []
+        few: list[tuple[Server, Holding]] = []
         while len(few) < count and (instance := self.roomiest()) is not None:
-            del self._keys[instance.id]  # makes its entry stale
-            few.append(instance)
-        for instance in few:
-            self.offer(instance)
-        return few
+            holding = self._rooms[0][-1]
+            holding.room_key = inf  # makes its entry stale
+            few.append((instance, holding))
+        for instance, holding in few:
+            self.offer(instance, holding)
+        return [instance for instance, _ in few]
 
 
 @dataclass(slots=True, eq=False, repr=False)

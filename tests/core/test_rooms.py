@@ -16,7 +16,7 @@ def serving(id: int, entry: Version) -> Server:
     instance.slots, instance.kv_tokens = 1 + id % 3, 100
     instance.full.phase, instance.full.version = WeightsPhase.SERVING, entry.number
     entry.serving[instance.id] = instance
-    entry.offer(instance)
+    entry.offer(instance, instance.full)
     return instance
 
 
@@ -36,11 +36,11 @@ def test_the_roomiest_instances_are_those_with_the_least_load_that_take_work(mov
             instance.add(trajectory)
         elif move == "empty" and instance.residents:
             instance.remove(next(iter(instance.residents.values())))
-            entry.offer(instance)
+            entry.offer(instance, instance.full)
         elif move == "press":
             instance.pressed = not instance.pressed
             if not instance.pressed:
-                entry.offer(instance)
+                entry.offer(instance, instance.full)
         elif move == "look":
             assert entry.roomiest_few(index) == by_search(entry)[:index]
         assert entry.roomiest() is next(iter(by_search(entry)), None)

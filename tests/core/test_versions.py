@@ -133,7 +133,7 @@ def offered(*instances: Server) -> Version:
     version = Version(0)
     for i in instances:
         version.serving[i.id] = i
-        version.offer(i)
+        version.offer(i, i.full)
     return version
 
 
@@ -151,7 +151,7 @@ def test_an_instance_with_more_room_than_before_is_found_at_once() -> None:
     busy = instance(0, load=5)
     version = offered(busy, instance(1, load=3))
     busy.num_requests = 1
-    version.offer(busy)
+    version.offer(busy, busy.full)
     assert version.roomiest() is busy
 
 
@@ -163,5 +163,5 @@ def test_an_instance_that_takes_no_work_is_not_found() -> None:
     other.full.version = 1
     assert version.roomiest() is None
     pressed.pressed = False
-    version.offer(pressed)
+    version.offer(pressed, pressed.full)
     assert version.roomiest() is pressed
