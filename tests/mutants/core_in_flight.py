@@ -58,8 +58,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         _BUGS,
         (
             "move-to-another-version",
-            " and target.version == trajectory.version",
-            "",
+            "target.takes_work(trajectory.version)",
+            "target.takes_work(target.full.version)",
             "test_a_trajectory_does_not_move_to_an_instance_that_an_evaluation_keeps_at_an_older_version",
         ),
         (
