@@ -13,8 +13,7 @@ from dora.core.phases import PUSHING, GroupPhase, TrajectoryPhase, WeightsPhase
 from dora.core.state import State
 from dora.core.tables import Holding, Server
 
-_LOST: Final = WeightsPhase.LOST  # globals: see core/tables.py
-_CALLING: Final = TrajectoryPhase.CALLING
+_CALLING: Final = TrajectoryPhase.CALLING  # globals: see core/tables.py
 
 #: What a rank does.
 RANK: Final = {

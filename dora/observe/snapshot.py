@@ -76,7 +76,7 @@ class InstanceRow:
 
     instance: int
     url: str  #: "" while it is lost
-    phase: str  #: starting (up before a resume), loading, serving, draining, updating, quarantined, lost
+    phase: str  #: starting (up before a resume), loading, serving, draining, updating, unloading, quarantined, lost
     version: int | None  #: confirmed; None unless serving or draining
     pushing: int | None  #: version of the push under way
     residents: Annotated[int, Metric("instance_residents", "Requests being decoded by an instance.")]
