@@ -23,6 +23,7 @@ from dora.adapted_modules import adapted_modules
 from dora.adapter_files import WEIGHTS, AdapterConfig, adapter_folder, read_adapter, stored_name
 from dora.embedded.scheduler import AdapterRoom
 from dora.errors import ConfigError
+from dora.foreign import ForeignFileError
 from dora.weights.tensors import FLOATS, StoredTensor, decode, tensors_in
 
 #: In errors: the key of a load that has the folder, and the option that has the targets.
@@ -55,20 +56,23 @@ class AdapterStack:
 
         As in SGLang, `use_rslora` is not read: the scale is lora_alpha / r.
         """
-        found = read_adapter(adapter_folder(str(folder), field=FOLDER_KEY), field=FOLDER_KEY)
-        targets = frozenset(found.target_modules)
-        if found.r > self.room.rank:
-            raise ConfigError(f"{FOLDER_KEY}: {folder} has rank {found.r}, above --max-lora-rank {self.room.rank}")
-        if not targets <= {*self.room.targets}:
-            other = ", ".join(sorted(targets - {*self.room.targets}))
-            raise ConfigError(f"{FOLDER_KEY}: {folder} adapts {other}, not among {TARGETS_OPTION}")
-        modules = {name: one for name, one in self._adapted.items() if _is_target(name, targets)}
         try:
+            found = read_adapter(adapter_folder(str(folder), field=FOLDER_KEY), field=FOLDER_KEY)
+            modules = self._modules_of(found, folder)
             stored = tensors_in(folder / WEIGHTS)
             _require_names(stored, modules, folder=folder)
             return {name: _matrices(stored, name, one, found) for name, one in modules.items()}
-        except OSError as err:
+        except (ForeignFileError, OSError) as err:
             raise ConfigError(f"{FOLDER_KEY}: {err}") from err
+
+    def _modules_of(self, found: AdapterConfig, folder: Path) -> dict[str, _Adapted]:
+        """Return the modules that an adapter changes; ConfigError if there is no room for it."""
+        if found.r > self.room.rank:
+            raise ConfigError(f"{FOLDER_KEY}: {folder} has rank {found.r}, above --max-lora-rank {self.room.rank}")
+        targets = frozenset(found.target_modules)
+        if other := sorted(targets - {*self.room.targets}):
+            raise ConfigError(f"{FOLDER_KEY}: {folder} adapts {', '.join(other)[:200]}, not among {TARGETS_OPTION}")
+        return {name: one for name, one in self._adapted.items() if _is_target(name, targets)}
 
     @torch.inference_mode()
     def put(self, place: int, matrices: Matrices) -> None:
