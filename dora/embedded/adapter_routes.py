@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 import msgspec
 from aiohttp import web
 
-from dora.embedded.adapters import AdapterRefused, Adapters
+from dora.embedded.adapters import AdapterRefused, NamedAdapters
 from dora.embedded.bodies import read_body
 from dora.embedded.engine_state import ENGINE
 
@@ -32,7 +32,7 @@ async def unload_lora_adapter(request: web.Request) -> web.Response:
     return await _answer(adapters, adapters.unload(body.lora_name))
 
 
-async def _answer(adapters: Adapters, change: Awaitable[None]) -> web.Response:
+async def _answer(adapters: NamedAdapters, change: Awaitable[None]) -> web.Response:
     error = ""
     try:
         await change

@@ -23,7 +23,7 @@ class AdapterRefused(Exception):
     """A call about an adapter cannot be carried out; nothing has changed."""
 
 
-class Adapters:
+class NamedAdapters:
     """Those that are loaded. Its methods run in the event loop."""
 
     def __init__(self, batcher: Scheduler) -> None:

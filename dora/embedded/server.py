@@ -21,7 +21,7 @@ import uvloop
 from aiohttp import web
 
 from dora.embedded import control
-from dora.embedded.adapters import Adapters
+from dora.embedded.adapters import NamedAdapters
 from dora.embedded.batcher import Batcher, Decoder
 from dora.embedded.bodies import error_body
 from dora.embedded.dialect import DEFAULT_DIALECT, dialect_of
@@ -208,7 +208,7 @@ def _engine(options: ServeOptions, batcher: Scheduler, tokenizer: TextCodec | No
         label=options.weight_version,
         tokenizer=tokenizer,
         arguments=arguments,
-        adapters=Adapters(batcher),
+        adapters=NamedAdapters(batcher),
         api_key=options.api_key,
     )
 
