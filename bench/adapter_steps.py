@@ -1,8 +1,8 @@
 """Embedded engine: a decoding step with three adapters beside a step of the model alone.
 
 Run: python bench/adapter_steps.py [--full]. 24 rows in turn of three adapters, or of none; all linear modules are
-adapted, and there are places for eight adapters. A figure is the median CPU time of a step; rounds of the two kinds
-alternate, so that a ratio holds on a busy machine. The full profile has a larger model too.
+adapted, and there are places for eight adapters. Figures and ratios are medians of rounds, of the CPU time of a step;
+rounds of the two kinds alternate, so that a ratio holds on a busy machine. The full profile has a larger model too.
 Ceiling: the same engine without adapters.
 """
 
@@ -26,7 +26,7 @@ ROWS: Final = 24
 ADAPTERS: Final = 3
 PLACES: Final = 8
 RANKS: Final = (8, 32)
-ROUNDS: Final = 15
+ROUNDS: Final = 25
 STEPS: Final = 10  # of a round
 TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 #: Name -> hidden size, size of the dense blocks, layers, heads of 32 or more.
@@ -70,8 +70,8 @@ def decoder_of(folder: Path, room: AdapterRoom | None, *, adapters: int) -> Caus
     return decoder
 
 
-def medians(kinds: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Median CPU seconds of a call of each; rounds alternate."""
+def timed(kinds: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """CPU seconds of a call of each, by round."""
     found: dict[str, list[float]] = {name: [] for name in kinds}
     for _ in range(ROUNDS):
         for name, call in kinds.items():
@@ -79,7 +79,7 @@ def medians(kinds: Mapping[str, Callable[[], object]]) -> dict[str, float]:
             for _ in range(STEPS):
                 call()
             found[name].append((time.process_time() - begun) / STEPS)
-    return {name: statistics.median(times) for name, times in found.items()}
+    return found
 
 
 def measure(report: Report, folder: Path, name: str) -> None:
@@ -90,15 +90,14 @@ def measure(report: Report, folder: Path, name: str) -> None:
             "adapters": decoder_of(folder, room, adapters=ADAPTERS).step,
             "none": decoder_of(folder, room, adapters=0).step,
         }
-        found = medians(steps)
+        found = timed(steps)
         for kind, what, bar in (
             ("adapters", f"rows of {ADAPTERS} adapters", "ratio <= 1.5"),
             ("none", "rows without, beside places for adapters", ""),
         ):
-            ratio = found[kind] / found["base"]
-            report.row(
-                f"{name}, rank {rank}, {what}", found[kind] * 1e3, "ms", against="the model alone", ratio=ratio, bar=bar
-            )
+            ratio = statistics.median(mine / base for mine, base in zip(found[kind], found["base"], strict=True))
+            figure = statistics.median(found[kind]) * 1e3
+            report.row(f"{name}, rank {rank}, {what}", figure, "ms", against="the model alone", ratio=ratio, bar=bar)
 
 
 def main() -> None:

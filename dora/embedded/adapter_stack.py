@@ -1,11 +1,12 @@
 """The adapters that a model serves beside its own weights: several in one forward pass (arXiv 2311.03285).
 
 Each adapted module has the matrices of all places in two tensors, allocated once. A forward pass multiplies every row
-by all places in the range that its rows use and, between the two products, sets to zero what is not of the row's own
-place. So any mixture costs two products a module. Invariants: the matrices are finite, so a row depends on its own
-adapter alone; a row without an adapter has the model's own output.
+by all places that its rows use and, between the two products, sets to zero what is not of the row's own place. So any
+mixture costs two products a module. Invariants: the matrices are finite, so a row depends on its own adapter alone; a
+row without an adapter has the model's own output.
 
-Legend: B rows, T tokens of a row, C columns (`rank` for each place), I and O input and output features of a module.
+Legend: P places, R rank, B rows, T tokens of a row, C = R x places in use, I and O input and output features of a
+module.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from dora.adapted_modules import adapted_modules
@@ -44,8 +44,8 @@ class AdapterStack:
         """ConfigError if a target cannot be adapted. From now on, `aim` decides what each forward pass adds."""
         self.room = room
         modules = adapted_modules(model, room.targets, field=TARGETS_OPTION)
-        self._adapted = {name: _Adapted(module, columns=room.count * room.rank) for name, module in modules.items()}
-        self._rows: list[int | None] = []  # places of the rows of the next forward pass
+        self._adapted = {name: _Adapted(module, room) for name, module in modules.items()}
+        self._rows: list[int | None] = []  # places of the rows of the next forward pass; empty: to be aimed anew
 
     def modules(self) -> dict[str, Any]:
         """Return the adapted modules, by name."""
@@ -77,8 +77,9 @@ class AdapterStack:
     @torch.inference_mode()
     def put(self, place: int, matrices: Matrices) -> None:
         """Replace the adapter at `place`, which no live row has."""
+        self._rows = []
         for name, one in self._adapted.items():
-            one.put(slice(place * self.room.rank, (place + 1) * self.room.rank), matrices.get(name))
+            one.put(place, matrices.get(name))
 
     def draw(self, place: int) -> None:
         """Put an adapter of random values with a small effect."""
@@ -106,42 +107,51 @@ class AdapterStack:
             for one in self._adapted.values():
                 one.others = None
             return
-        columns = slice(used[0] * self.room.rank, (used[-1] + 1) * self.room.rank)
-        any_one = next(iter(self._adapted.values()))
-        place_C = torch.arange(columns.start, columns.stop, device=any_one.down_CI.device) // self.room.rank
-        place_B = torch.tensor([-1 if place is None else place for place in rows], device=place_C.device)
+        device = next(iter(self._adapted.values())).down_PRI.device
+        place_C = torch.tensor(used, device=device).repeat_interleave(self.room.rank)
+        place_B = torch.tensor([-1 if place is None else place for place in rows], device=device)
         others_B1C = place_B[:, None, None] != place_C
         for one in self._adapted.values():
-            one.aim(columns, others_B1C)
+            one.use(used, others_B1C)
 
 
 class _Adapted:
     """The matrices of a module and, as its hook, what they add to its output."""
 
-    def __init__(self, module: Any, *, columns: int) -> None:
+    def __init__(self, module: Any, room: AdapterRoom) -> None:
         self.module = module
         is_transposed = isinstance(module, Conv1D)
         self.inputs, self.outputs = module.weight.shape if is_transposed else module.weight.shape[::-1]
-        self.down_CI = module.weight.new_zeros(columns, self.inputs)
-        self.up_CO = module.weight.new_zeros(columns, self.outputs)
+        self.down_PRI = module.weight.new_zeros(room.count, room.rank, self.inputs)
+        self.up_PRO = module.weight.new_zeros(room.count, room.rank, self.outputs)
+        self._copied: list[int] = []  # the places of `_copies`
         self.others: Tensor | None = None  # [B, 1, C]: what is not of a row's own place; None: no row has an adapter
         module.register_forward_hook(self)
 
-    def put(self, columns: slice, matrices: tuple[Tensor, Tensor] | None) -> None:
-        for mine, new in zip((self.down_CI[columns], self.up_CO[columns]), matrices or (None, None), strict=True):
+    def put(self, place: int, matrices: tuple[Tensor, Tensor] | None) -> None:
+        self._copied = []
+        for mine, new in zip((self.down_PRI[place], self.up_PRO[place]), matrices or (None, None), strict=True):
             mine.zero_()
             if new is not None:
                 mine[: len(new)] = new
 
-    def aim(self, columns: slice, others_B1C: Tensor) -> None:
-        self._down, self._up, self.others = self.down_CI[columns], self.up_CO[columns], others_B1C
+    def use(self, places: list[int], others_B1C: Tensor) -> None:
+        self.others = others_B1C
+        if places[-1] - places[0] < len(places):  # one beside the other
+            between = slice(places[0], places[-1] + 1)
+            self._down, self._up = self.down_PRI[between].flatten(0, 1), self.up_PRO[between].flatten(0, 1)
+            return
+        if places != self._copied:
+            self._copied = places
+            self._copies = self.down_PRI[places].flatten(0, 1), self.up_PRO[places].flatten(0, 1)
+        self._down, self._up = self._copies
 
     def __call__(self, module: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
         if self.others is None:
             return
-        input_BTI = args[0].reshape(len(self.others), -1, self.inputs)  # some families pass all tokens in one row
-        hidden_BTC = linear(input_BTI, self._down).masked_fill_(self.others, 0.0)
-        output.view(-1, self.outputs).addmm_(hidden_BTC.flatten(0, 1), self._up)
+        hidden = args[0].reshape(-1, self.inputs) @ self._down.T  # of all tokens, row by row
+        hidden.view(len(self.others), -1, len(self._down)).masked_fill_(self.others, 0.0)
+        output.view(-1, self.outputs).addmm_(hidden, self._up)
 
 
 def _is_target(name: str, targets: frozenset[str]) -> bool:
@@ -166,8 +176,8 @@ def _require_names(stored: dict[str, StoredTensor], modules: dict[str, _Adapted]
 
 def _matrices(stored: dict[str, StoredTensor], name: str, one: _Adapted, found: AdapterConfig) -> tuple[Tensor, Tensor]:
     down, up = _names(name)
-    matrix_RI = _matrix(stored[down], down, (found.r, one.inputs), scale=1.0, like=one.down_CI)
-    matrix_OR = _matrix(stored[up], up, (one.outputs, found.r), scale=found.lora_alpha / found.r, like=one.up_CO)
+    matrix_RI = _matrix(stored[down], down, (found.r, one.inputs), scale=1.0, like=one.down_PRI)
+    matrix_OR = _matrix(stored[up], up, (one.outputs, found.r), scale=found.lora_alpha / found.r, like=one.up_PRO)
     return matrix_RI, matrix_OR.T
 
 

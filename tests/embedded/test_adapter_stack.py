@@ -133,6 +133,18 @@ def test_an_adapter_of_a_smaller_rank_or_of_fewer_targets_leaves_nothing_of_the_
     rows[0].agrees_with(AdaptedReference(model_a, small))
 
 
+def test_a_place_that_is_loaded_again_has_the_new_adapter_whatever_others_run_beside_it(
+    model_a: Path, pair: tuple[Path, Path]
+) -> None:
+    decoder = put(decoder_of(model_a, adapters=room()), *pair, pair[0])
+    first = logprobs_of(decoder, [0, 2])
+    put(decoder, pair[0], pair[1], pair[1])
+    second = logprobs_of(decoder, [0, 2])
+    assert second[0] == first[0]
+    assert second[1] != pytest.approx(first[1], abs=1e-2)
+    assert second[1] == pytest.approx(logprobs_of(decoder, [0, 1])[1], abs=1e-4)
+
+
 def test_an_adapter_that_overflows_ends_its_own_row_alone_and_leaves_its_slot_usable(
     model_a: Path, pair: tuple[Path, Path], reference_a: Reference, tmp_path: Path
 ) -> None:
