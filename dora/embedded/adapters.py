@@ -70,10 +70,10 @@ class NamedAdapters:
         return places
 
     async def _to_its_end(self, change: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(change, name="change adapters")
-        self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
-        await asyncio.shield(task)
+        running = asyncio.create_task(change, name="change adapters")
+        self._changes.add(running)
+        running.add_done_callback(self._changes.discard)
+        await asyncio.shield(running)
 
     async def _load(self, name: str, path: str) -> None:
         places = self._places()
