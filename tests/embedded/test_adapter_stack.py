@@ -147,7 +147,7 @@ def test_an_adapter_that_overflows_ends_its_own_row_alone_and_leaves_its_slot_us
     model_a: Path, pair: tuple[Path, Path], reference_a: Reference, tmp_path: Path
 ) -> None:
     wild = write_adapter(tmp_path / "wild", model_a, targets=("v_proj",), seed=4)
-    refill(wild, v_proj_lora_A_weight=torch.full((RANK, 32), 3e30), v_proj_lora_B_weight=torch.full((16, RANK), 3e30))
+    refill(wild, v_proj_lora_A_weight=torch.full((RANK, 32), 3e38))
     decoder = put(decoder_of(model_a, adapters=room()), pair[0], wild)
     expected = logprobs_of(decoder, [0, 0, None])
     rows: list[Row] = []
