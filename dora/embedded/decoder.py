@@ -5,10 +5,9 @@ requests and always dense, so that a step reads views and copies nothing; when a
 place. A prefill stops before the last prompt token. Like a sampled token, the last prompt token is pending, and the
 next step computes it together with the pending tokens of all other rows. So a request whose prompt is cached needs no
 separate forward. Invariant: KV positions below a row's length hold its tokens in order, and all later positions are
-masked and finite. An extra row receives the writes of padding. Each row may have an adapter, and prefixes are those of
-one load of it (`adapter_stack.py`). Models whose layers have states cannot all skip padding
+masked and finite. An extra row receives the writes of padding. Models whose layers have states cannot all skip padding
 or continue a prompt. So each of their rows is prefilled alone and as a whole, and the prefix cache serves whole prompts
-only. Not thread-safe.
+only. A row may have an adapter beside the model (`adapter_stack.py`). Not thread-safe.
 
 Legend: B rows, T new tokens per row, V vocabulary.
 """
