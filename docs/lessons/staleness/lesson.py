@@ -115,7 +115,7 @@ def _(names, push, rewards, torch, versions):
         "none": {"loss": reinforce, "weight": "none"},
         "ratio": {"loss": reinforce, "weight": "tis", "weight_high": 1e9},
         "tis": {"loss": reinforce, "weight": "tis"},
-        "clip": {"loss": {"kind": "ppo", "ratio": "bypass"}},
+        "clip": {"loss": {"kind": "ppo", "ratio": "bypass", "clip_high": 0.28}},
     }
     for how_old in (0, 2, 8):
         policy, worths = versions[how_old].softmax(0), torch.from_numpy(rewards)
