@@ -152,7 +152,17 @@ def finish(state: State, trajectory: Trajectory) -> None:
 
 
 def grade(state: State, trajectory: Trajectory) -> None:
-    """Order the grading of a trajectory; a new controller orders it again."""
+    """Order the grading of a trajectory."""
     trajectory.move(_GRADING, state.cause)
     trajectory.attempt += 1
     state.out.append(GradeTrajectory(trajectory.id, trajectory.attempt))
+
+
+def grade_again(state: State, trajectory: Trajectory) -> None:
+    """Order the grading that a new controller gets no result of, unless the group is given up."""
+    if is_abandoned(trajectory):
+        assert trajectory.group is not None
+        abandon(state, trajectory)
+        forget_discarded(state, trajectory.group)
+    else:
+        grade(state, trajectory)

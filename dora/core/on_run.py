@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from dora.core import events as ev
-from dora.core.endings import grade
+from dora.core.endings import grade_again
 from dora.core.moves import check_progress, evacuate, recall
 from dora.core.occupancy import take_count
 from dora.core.on_calls import let_slots_go, restart_call
@@ -97,7 +97,7 @@ def on_controller_restarted(state: State, event: ev.ControllerRestarted) -> None
         if trajectory.phase is TrajectoryPhase.WAITING:
             take_count(state, trajectory, event.num_tokens.get(trajectory.id, trajectory.num_tokens))
         elif trajectory.phase is TrajectoryPhase.GRADING:
-            grade(state, trajectory)
+            grade_again(state, trajectory)
         elif trajectory.phase is _CALLING:
             restart_call(state, trajectory, replayable=trajectory.id in event.replayable)
     state.stopping = False

@@ -159,6 +159,7 @@ TRAJECTORY: Final[Table[TrajectoryPhase]] = {
     TrajectoryPhase.GRADING: {
         TrajectoryPhase.GRADING: {ev.ControllerRestarted},  # a new controller grades again
         TrajectoryPhase.GRADED: {*_GRADED, ev.GenerationFailed},  # without a reward: an evaluation sample
+        TrajectoryPhase.ABANDONED: {ev.ControllerRestarted},
     },
     TrajectoryPhase.GRADED: {},
     TrajectoryPhase.ABANDONED: {},

@@ -12,6 +12,7 @@ from dora.core.feasibility import CapacityGate, Formation, formation_of
 from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId
 from dora.core.phases import GroupPhase
 from dora.core.strategies import STRATEGIES, Rules, rules_of, strategy_of
+from dora.journal.audit import audit_entries
 from tests.core.builders import Core, admit, commit, generate, grade, push, started, stop
 from tests.core.world import Faults, World, run, settings
 
@@ -296,6 +297,15 @@ def test_a_discarded_group_is_forgotten_when_its_last_sibling_has_gone() -> None
     forgotten = cmd.ForgetGroups((GroupId(1),))
     assert forgotten not in core.stopped(3, tokens=2)
     assert forgotten in core.graded(2, 1.0)
+
+
+def test_a_new_controller_does_not_grade_what_is_left_of_a_discarded_group() -> None:
+    core = oversampled()
+    core.finished(2)
+    core.answer(2)
+    core.stopped(3, tokens=2)
+    assert core.restarted() == [cmd.ForgetGroups((GroupId(1),))]
+    assert audit_entries(core.state.settings, core.journal).ok
 
 
 def test_discarded_groups_are_neither_topped_up_nor_counted_as_top_ups() -> None:

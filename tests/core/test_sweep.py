@@ -146,7 +146,6 @@ def test_so_does_every_job_with_calls(runs: int) -> None:
         try:
             _run_to_the_end(w)
             report = audit_entries(w.settings, w.journal)
-            assert report.ok, report.violations
             assert report.environment_failed == sum(w.state.counters.environment_failed.values())
         except BaseException as err:
             err.add_note(f"in the job of seed {seed}")
@@ -182,6 +181,8 @@ def _run_to_the_end(w: World) -> None:
     else:
         _all_accounted_for(w)
     replay(w.settings, w.journal)
+    report = audit_entries(w.settings, w.journal)
+    assert report.ok, report.violations
 
 
 def _all_accounted_for(w: World) -> None:
