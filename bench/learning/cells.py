@@ -254,6 +254,12 @@ def profile(path: Path) -> str:
     return hashlib.blake2b(msgspec.json.encode(given, order="sorted"), digest_size=8).hexdigest()
 
 
+def with_objective(path: Path) -> str:
+    """Return a digest of the settings that a file gives, and of its objective, whether the file gives that or not."""
+    given = [profile(path), load(path, environ={}).objective.model_dump(mode="json")]
+    return hashlib.blake2b(msgspec.json.encode(given, order="sorted"), digest_size=8).hexdigest()
+
+
 def read(path: Path, kind: type[Kind]) -> list[Kind]:
     """Return the results in a file; a last line that an interruption has cut is left out."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []

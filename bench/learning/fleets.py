@@ -166,7 +166,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def profile(fleet: str) -> str:
     """Return a digest of the settings of the task, and of how it is learned on a fleet."""
-    given = [cells.profile(cells.TASKS["tail"]), FLEETS[fleet]]
+    given = [cells.with_objective(cells.TASKS["tail"]), FLEETS[fleet]]
     return hashlib.blake2b(msgspec.json.encode(given), digest_size=8).hexdigest()
 
 
@@ -195,7 +195,7 @@ def run(*, processes: int, fleets: Sequence[str]) -> bool:
 
 def _require_current() -> None:
     """Raise ConfigError if stored results were made with other settings."""
-    task = cells.profile(cells.TASKS["tail"])
+    task = cells.with_objective(cells.TASKS["tail"])
     rows = [(PLANS, row.profile, profile(row.fleet)) for row in cells.read(PLANS, PlanFound)]
     rows += [(CURVES, row.profile, profile(row.cell.fleet)) for row in cells.read(CURVES, FleetCurve)]
     if CALIBRATION.exists():
@@ -275,7 +275,7 @@ def calibrate() -> Calibration:
     simulated = base("paper-128", "sync", 0).answers(seed=0)
     mean = fmean(length for group in range(512) for length in simulated.group(group).lengths)
     scale = mean / fmean(length for group in tokens[-SAMPLED:] for length in group)
-    found = Calibration(round(scale, 1), tokens, rewards, cells.profile(cells.TASKS["tail"]), commit())
+    found = Calibration(round(scale, 1), tokens, rewards, cells.with_objective(cells.TASKS["tail"]), commit())
     CALIBRATION.write_bytes(msgspec.json.encode(found) + b"\n")
     return found
 

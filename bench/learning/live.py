@@ -23,7 +23,7 @@ STARTING = ("start", "waiting:start")  # activities of a rank before training be
 def live(*, seeds: int) -> bool:
     """Run what is missing; return whether every cell has a result."""
     earlier = cells.read(cells.LIVE, LiveResult)
-    profile = cells.profile(cells.LIVE_CONFIG)
+    profile = cells.with_objective(cells.LIVE_CONFIG)
     if any(result.profile != profile for result in earlier):
         raise ConfigError(f"{cells.LIVE}: made with other settings than {cells.LIVE_CONFIG}; move the file away")
     known = {result.cell for result in earlier}

@@ -1,5 +1,4 @@
-"""The folder of an adapter that somebody else made: one clear line for what training cannot go on from, before anything
-starts."""
+"""Adapter folders made elsewhere: what cannot be trained further is refused in one line, before anything starts."""
 
 from __future__ import annotations
 

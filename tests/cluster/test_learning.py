@@ -22,7 +22,7 @@ DEFAULT_JOB = Path(__file__).parents[2] / "launch" / "configs" / "arithmetic-cpu
 MOST = 1.1
 #: Share of a version that its delta may take, with everything else that passes meanwhile; 0.2 if one of five is whole.
 LARGEST_DELTA = 0.1
-#: Share of a version that its adapter may take, with everything else that passes meanwhile, checkpoints among it.
+#: Maximum of the bytes that a host receives, as a share of the size of all versions; checkpoints count too.
 LARGEST_ADAPTER = 0.1
 
 

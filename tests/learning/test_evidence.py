@@ -59,7 +59,7 @@ def test_the_document_and_its_pictures_are_those_of_the_results() -> None:
 def test_the_results_are_of_the_shipped_configurations() -> None:
     found = document.measured()
     assert all(one.profile == cells.profile(cells.TASKS[one.cell.task]) for one in found.sweep)
-    assert {one.profile for one in found.live} <= {cells.profile(cells.LIVE_CONFIG)}
+    assert {one.profile for one in found.live} <= {cells.with_objective(cells.LIVE_CONFIG)}
     assert all(one.profile == fleets.profile(one.fleet) for one in found.plans)
     assert all(one.profile == fleets.profile(one.cell.fleet) for one in found.curves)
     for rows in (found.sweep, found.curves, found.live):
@@ -72,6 +72,14 @@ def test_curves_of_another_task_are_not_gone_on_with(tmp_path: Path, monkeypatch
     cells.append(fleets.CURVES, curve("sync", 0, 0, step_s=1.0, rewards=[0.2, 0.4]))
     with pytest.raises(ConfigError, match=r"curves\.jsonl: made with other settings of the task .* move the file away"):
         fleets.run(processes=1, fleets=["tail-bound"])
+
+
+def test_results_are_of_one_objective_also_if_it_is_the_default(tmp_path: Path) -> None:
+    given, other = tmp_path / "given.toml", tmp_path / "other.toml"
+    task = cells.TASKS["tail"].read_text()
+    given.write_text(task)
+    other.write_text(task + '\n[objective]\npreset = "dapo"\n')
+    assert cells.with_objective(given) == cells.with_objective(cells.TASKS["tail"]) != cells.with_objective(other)
 
 
 def test_nothing_is_claimed_before_all_seeds_have_run() -> None:
