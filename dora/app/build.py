@@ -35,7 +35,7 @@ from dora.controller.effects import (
     StreamAttempt,
 )
 from dora.controller.episodes import EpisodeLimits, Episodes, NoEpisodes
-from dora.controller.fleet import ExternalServer, Fleet, FleetLimits, Server
+from dora.controller.fleet import ExternalServer, Fleet, FleetLimits, KeptServer
 from dora.controller.holders import Holders, OwnStore
 from dora.controller.loop import Controller
 from dora.controller.orders import Orders
@@ -61,7 +61,7 @@ def make_fleet(
 ) -> Fleet:
     """Create the fleet: external servers first, then managed ones. `streams`: connections that this host allows."""
     config, model = opened.job.config, opened.job.inputs.model
-    servers: list[Server] = [ExternalServer(url, engine=engine) for url in config.engine.urls]
+    servers: list[KeptServer] = [ExternalServer(url, engine=engine) for url in config.engine.urls]
     plans = plan_engines(config, model=model, lease=lease, environ=os.environ) if cluster is None else []
     for plan in plans:
         child = node.add(plan, is_well=partial(engine.is_alive, timeout_s=REACH_TIMEOUT_S))

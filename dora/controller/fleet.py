@@ -23,7 +23,7 @@ from dora.controller.inbox import Inbox
 from dora.controller.run_tasks import Loop
 from dora.core.events import InstanceLost, InstanceUp, PrefillReported
 from dora.core.ids import FOREIGN_VERSION, InstanceId, TrajectoryId, VersionId
-from dora.core.tables import Instance
+from dora.core.tables import Server
 from dora.engine.api import Capabilities, InferenceEngine
 from dora.engine.errors import ServerGone
 from dora.engine.model_check import require_same_shapes
@@ -58,7 +58,7 @@ class Started:
     is_kept: bool = False  # it ran before under an earlier controller: requests, a pause or a push may be under way
 
 
-class Server(Protocol):
+class KeptServer(Protocol):
     """A managed or external server."""
 
     async def start(self) -> Started:
@@ -93,7 +93,7 @@ class FleetLimits:
 class _Member:
     """One instance of the run, up or not."""
 
-    server: Server
+    server: KeptServer
     incarnation: int = 0
     condemned: asyncio.Event = field(default_factory=asyncio.Event)
     reason: str = ""  # why it is condemned
@@ -110,13 +110,13 @@ class Fleet:
 
     def __init__(
         self,
-        servers: list[Server],
+        servers: list[KeptServer],
         *,
         engine: InferenceEngine,
         limits: FleetLimits,
         inbox: Inbox,
         in_flight: InFlight,
-        rows: Mapping[InstanceId, Instance],
+        rows: Mapping[InstanceId, Server],
         removed: Collection[InstanceId],
         version_of: Callable[[str], VersionId],
         now: Callable[[], float],
@@ -174,7 +174,7 @@ class Fleet:
         self._start_keeper(instance)
         return instance
 
-    def add(self, server: Server, *, instance: InstanceId | None = None) -> InstanceId:
+    def add(self, server: KeptServer, *, instance: InstanceId | None = None) -> InstanceId:
         """Add a server of a node, as this instance or as a further one."""
         if instance is None:
             instance = self._next
@@ -380,7 +380,7 @@ class Fleet:
             return False
         return False
 
-    async def _prefills(self, row: Instance, url: str, seen: _Prefill) -> bool:
+    async def _prefills(self, row: Server, url: str, seen: _Prefill) -> bool:
         """Whether KV use has reached a new maximum while no resident got a token, which only a prefill explains."""
         if row.reported is not seen.reported or list(row.residents) != seen.residents or not seen.residents:
             seen.reported, seen.residents, seen.peak = row.reported, list(row.residents), None

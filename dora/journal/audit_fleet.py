@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import InstanceId, TrajectoryId, VersionId, evaluation_index
+from dora.core.ids import InstanceId, TrajectoryId, evaluation_index
 from dora.core.versions import digest_of
 from dora.journal.audit_tables import NO_END, AuditedAnswer, AuditedInstance, AuditTables
 
@@ -37,12 +37,14 @@ def _on_instance_up(t: AuditTables, event: ev.InstanceUp) -> None:
     instance = t.instance(event.instance)
     instance.incarnation = event.incarnation
     instance.up = True
-    instance.pushing = None
-    instance.holds = _taken_over(t, event) if event.version is not None else None
+    instance.holds = _taken_over(t, event) if event.version is not None else set()
 
 
-def _taken_over(t: AuditTables, event: ev.InstanceUp) -> VersionId | None:
-    """Return the version with which a server was taken over, if it is needed and was published with these bytes."""
+def _taken_over(t: AuditTables, event: ev.InstanceUp) -> set[int]:
+    """Return the version with which a server was taken over, if it is needed and was published with these bytes.
+
+    With adapters there is none: nobody knows by which loads the server has them.
+    """
     assert event.version is not None
     files = t.published.get(event.version)
     journaled = digest_of(files) if files is not None else None
@@ -50,8 +52,8 @@ def _taken_over(t: AuditTables, event: ev.InstanceUp) -> VersionId | None:
         known = f"it was published with '{journaled}'" if journaled is not None else "it was never published"
         found = f"is taken over with version {event.version} and digest '{event.digest}', but {known}"
         t.find(C1_SERVING, "instance", event.instance, found)
-        return None
-    return event.version if event.version in t.stored else None
+        return set()
+    return t.stored & {event.version} if not t.settings.adapters else set()
 
 
 def _on_instance_lost(t: AuditTables, event: ev.InstanceLost) -> None:
@@ -113,7 +115,9 @@ def _on_controller_restarted(t: AuditTables, event: ev.ControllerRestarted) -> N
 
 def _lose(t: AuditTables, instance: AuditedInstance, num_tokens: dict[TrajectoryId, int]) -> None:
     instance.up = False
-    instance.holds = instance.pushing = None
+    instance.holds = set()
+    for table in (instance.pushing, instance.adapters, instance.unloading):
+        table.clear()
     for trajectory in sorted(instance.residents):
         answer = t.answers.get(trajectory)
         if answer is not None:
@@ -126,7 +130,9 @@ def _lose(t: AuditTables, instance: AuditedInstance, num_tokens: dict[Trajectory
 def _push_weights(t: AuditTables, order: cmd.PushWeights) -> None:
     instance = t.instance(order.instance)
     pinned = [id for id in instance.residents if id < 0 or t.settings.rules.in_flight is None]
-    if pinned:
+    if t.settings.adapters:
+        _load_adapter(t, instance, order)
+    elif pinned:
         some = min(pinned)
         tag = f" of version {t.answers[some].version}" if some in t.answers else ""
         found = f"is given version {order.version} while trajectory {some}{tag} runs on it"
@@ -135,25 +141,67 @@ def _push_weights(t: AuditTables, order: cmd.PushWeights) -> None:
         t.find("versions", "version", order.version, f"is pushed to instance {order.instance}, but not in the store")
     if instance.barred:
         t.find(DRAIN, "instance", order.instance, f"is given version {order.version} although it was drained")
-    instance.holds = None
-    instance.pushing = (order.attempt, order.version)
+    if not t.settings.adapters:
+        instance.holds = set()
+        instance.pushing.clear()
+    instance.pushing[order.attempt] = order.version
+
+
+def _load_adapter(t: AuditTables, instance: AuditedInstance, order: cmd.PushWeights) -> None:
+    """Check the load of an adapter beside others; each has a name that no other has had, by its attempt."""
+    found = ""
+    if order.version in instance.adapters.values():
+        found = f"is given version {order.version}, which it has or may have already"
+    elif len(instance.adapters) >= t.settings.num_holdings:
+        found = f"is given version {order.version} beside {len(instance.adapters)} others"
+    elif order.attempt <= instance.attempt:
+        found = f"is given version {order.version} as load {order.attempt}, but that name was used before"
+    if found:
+        t.find(C1_SERVING, "instance", order.instance, found)
+    instance.attempt = max(instance.attempt, order.attempt)
+    instance.adapters[order.attempt] = order.version
 
 
 def _on_weight_push_finished(t: AuditTables, event: ev.WeightPushFinished) -> None:
     instance = t.instance(event.instance)
-    if instance.pushing != (event.attempt, event.version):
+    if instance.pushing.get(event.attempt) != event.version:
         t.late_completions += 1
         return
-    instance.pushing = None
-    instance.holds = event.version
+    del instance.pushing[event.attempt]
+    instance.holds.add(event.version)
 
 
 def _on_weight_push_failed(t: AuditTables, event: ev.WeightPushFailed) -> None:
     instance = t.instance(event.instance)
-    if instance.pushing is None or instance.pushing[0] != event.attempt:
+    if instance.pushing.pop(event.attempt, None) is None:
+        t.late_completions += 1
+
+
+def _unload_version(t: AuditTables, order: cmd.UnloadVersion) -> None:
+    instance = t.instance(order.instance)
+    users = [id for id in instance.residents if id in t.answers and t.answers[id].version == order.version]
+    found = f"unloads version {order.version}"
+    if users:
+        t.find(C1_SERVING, "instance", order.instance, f"{found} while trajectory {min(users)} needs it")
+    if instance.adapters.get(order.load) != order.version or order.load in instance.pushing:
+        t.find(C1_SERVING, "instance", order.instance, f"{found}, but has no such load {order.load}")
+    instance.attempt = max(instance.attempt, order.attempt)
+    instance.holds.discard(order.version)
+    instance.unloading[order.attempt] = order.load
+
+
+def _on_version_unloaded(t: AuditTables, event: ev.VersionUnloaded) -> None:
+    instance = t.instance(event.instance)
+    load = instance.unloading.pop(event.attempt, None)
+    if load is None:
         t.late_completions += 1
         return
-    instance.pushing = None
+    instance.adapters.pop(load, None)
+
+
+def _on_version_unload_failed(t: AuditTables, event: ev.VersionUnloadFailed) -> None:
+    if t.instance(event.instance).unloading.pop(event.attempt, None) is None:
+        t.late_completions += 1
 
 
 # -- answers ------------------------------------------------------------------------------------------------------
@@ -169,8 +217,8 @@ def _generate(t: AuditTables, order: cmd.Generate) -> None:
     carried_over = t.settings.rules.in_flight is not None and id >= 0 and order.version > answer.version
     if order.version != answer.version and not carried_over:
         t.find(C1_TAG, "trajectory", id, f"is to be generated by version {order.version}, its tag is {answer.version}")
-    if instance.holds != order.version:
-        held = f"version {instance.holds}" if instance.holds is not None else "no confirmed version"
+    if order.version not in instance.holds:
+        held = f"version {', '.join(map(str, sorted(instance.holds)))}" if instance.holds else "no confirmed version"
         found = f"of version {order.version} goes to instance {order.instance}, which holds {held}"
         t.find(C1_SERVING, "trajectory", id, found)
     if instance.barred:
@@ -320,6 +368,9 @@ HANDLERS: Final[dict[type, Callable[[AuditTables, Any], None]]] = {
     cmd.PushWeights: _push_weights,
     ev.WeightPushFinished: _on_weight_push_finished,
     ev.WeightPushFailed: _on_weight_push_failed,
+    cmd.UnloadVersion: _unload_version,
+    ev.VersionUnloaded: _on_version_unloaded,
+    ev.VersionUnloadFailed: _on_version_unload_failed,
     cmd.Generate: _generate,
     ev.ProgressReported: _on_progress_reported,
     ev.GenerationFinished: _on_generation_finished,

@@ -276,9 +276,9 @@ def _on_version_published(t: AuditTables, event: ev.VersionPublished) -> None:
 
 def _release_version(t: AuditTables, order: cmd.ReleaseVersion) -> None:
     version = order.version
-    pushed = any(i.pushing is not None and i.pushing[1] == version for i in t.instances.values())
+    held = any(version in (*i.pushing.values(), *i.adapters.values()) for i in t.instances.values())
     sampled = any(a.version == version for id, a in t.answers.items() if id < 0)
-    in_use = (t.untrained[version] and t.settings.rules.in_flight is None) or pushed or sampled
+    in_use = (t.untrained[version] and t.settings.rules.in_flight is None) or held or sampled
     if version not in t.stored or version == t.newest or in_use:
         t.find(
             VERSIONS, "version", version, f"is released, but still needed (untrained groups: {t.untrained[version]})"

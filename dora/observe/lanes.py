@@ -19,9 +19,9 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.core.state import State
-from dora.core.tables import Instance
+from dora.core.tables import Server
 from dora.journal.spans import Kind, SpanLine, TimelineRow, encode_line
-from dora.observe.activities import admission_refusal, instance_activity, waiting_cause
+from dora.observe.activities import admission_refusal, instance_activity, shown, waiting_cause
 from dora.observe.timeline import Doing, Timeline
 from dora.transport.messages import RankSpans
 
@@ -243,7 +243,7 @@ class Lanes:
 
     # -- lanes ------------------------------------------------------------------------------------------------------
 
-    def _doing(self, instance: Instance) -> Doing:
+    def _doing(self, instance: Server) -> Doing:
         if not instance.residents and self._state.now - self._refusal_at >= REFUSAL_S * len(self._state.instances):
             self._refusal, self._refusal_at = admission_refusal(self._state), self._state.now
         activity = instance_activity(
@@ -253,7 +253,8 @@ class Lanes:
             is_sampling=bool(self._sampling.get(instance.id)),
             refusal=self._refusal,
         )
-        return activity, instance.pushing if instance.pushing is not None else instance.version
+        holding = shown(instance)
+        return activity, holding.pushing if holding.pushing is not None else holding.version
 
     def _look(self, id: InstanceId, at: float) -> None:
         """End the span of an instance if it does something else now."""

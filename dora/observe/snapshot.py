@@ -21,10 +21,10 @@ from dora.core.events import NoPrompt
 from dora.core.ids import GroupId, VersionId
 from dora.core.phases import HOLDS_VERSION, GroupPhase, Membership, TrajectoryPhase, WeightsPhase
 from dora.core.state import State
-from dora.core.tables import Instance
+from dora.core.tables import Server
 from dora.core.versions import Version
 from dora.errors import ProtocolError
-from dora.observe.activities import trainer_waits_for
+from dora.observe.activities import shown, trainer_waits_for
 from dora.observe.drift import Alarm
 from dora.observe.durations import DurationHistogram
 from dora.observe.episodes import EnvironmentRow
@@ -76,7 +76,7 @@ class InstanceRow:
 
     instance: int
     url: str  #: "" while it is lost
-    phase: str  #: starting (up before a resume), loading, serving, draining, updating, quarantined, lost
+    phase: str  #: starting (up before a resume), loading, serving, draining, updating, unloading, quarantined, lost
     version: int | None  #: confirmed; None unless serving or draining
     pushing: int | None  #: version of the push under way
     residents: Annotated[int, Metric("instance_residents", "Requests being decoded by an instance.")]
@@ -319,13 +319,14 @@ def _version_row(entry: Version, *, state: State, live: set[VersionId]) -> Versi
     )
 
 
-def _instance_row(instance: Instance, *, shell: ShellFacts) -> InstanceRow:
+def _instance_row(instance: Server, *, shell: ShellFacts) -> InstanceRow:
+    holding = shown(instance)
     return InstanceRow(
         instance=instance.id,
         url=shell.urls.get(instance.id, ""),
         phase=_phase_of(instance, shell),
-        version=instance.version,
-        pushing=instance.pushing,
+        version=holding.version,
+        pushing=holding.pushing,
         residents=len(instance.residents),
         slots=instance.slots,
         kv_load=instance.kv_load,
@@ -335,12 +336,13 @@ def _instance_row(instance: Instance, *, shell: ShellFacts) -> InstanceRow:
     )
 
 
-def _phase_of(instance: Instance, shell: ShellFacts) -> str:
+def _phase_of(instance: Server, shell: ShellFacts) -> str:
     """Return the phase to show: a drained instance with a version is draining."""
-    if instance.weights is WeightsPhase.LOST and instance.id in shell.starting:
+    if instance.is_lost and instance.id in shell.starting:
         return STARTING
-    drains = instance.weights in HOLDS_VERSION and not instance.is_member
-    return WeightsPhase.DRAINING.value if drains else instance.weights.value
+    phase = shown(instance).phase
+    drains = phase in HOLDS_VERSION and not instance.is_member
+    return WeightsPhase.DRAINING.value if drains else phase.value
 
 
 def _count_phases(state: State, shell: ShellFacts) -> dict[str, int]:

@@ -45,7 +45,7 @@ from dora.core import events as ev
 from dora.core.ids import FOREIGN_VERSION, InstanceId, TrajectoryId, VersionId
 from dora.core.state import State
 from dora.core.strategies import Pause, Settings, rules_of
-from dora.core.tables import Instance
+from dora.core.tables import Server
 from dora.engine.api import Capabilities, GenerateRequest, GenerateResult, KvUse, OnStage, OnTokens, no_stage
 from dora.engine.errors import ServerGone
 from dora.errors import RemoteError
@@ -416,7 +416,7 @@ def make_fleet(
     engine: Any,
     inbox: Inbox,
     in_flight: Any,
-    rows: Mapping[InstanceId, Instance],
+    rows: Mapping[InstanceId, Server],
     now: Callable[[], float],
     version_of: Callable[[str], VersionId] = lambda label: FOREIGN_VERSION,
     **limits: Any,

@@ -8,6 +8,7 @@ from typing import Final
 from tests.mutants import (
     adapters,
     core_in_flight,
+    core_sharing,
     divided_rows,
     durability,
     episodes,
@@ -1198,6 +1199,7 @@ _EPISODES: Final = (
 MUTANTS: Final = (
     *(*_CORE, *_JOURNAL, *_ORDER, *_RESUME, *_LINEAGE, *_ACCESS, *_EPISODES, *_FOUND),
     *core_in_flight.MUTANTS,
+    *core_sharing.MUTANTS,
     *adapters.MUTANTS,
     *durability.MUTANTS,
     *episodes.MUTANTS,
