@@ -43,6 +43,7 @@ class GenerateRequest:
     label: str  # label of the version; KV cached under one label must not be reused under another label
     top_p: float = 1.0
     top_k: int = -1  # -1: off
+    adapter: str | None = None  # name of an adapter that the server has loaded; None: the server's own weights
     ignore_end: bool = False  # only the token budget ends the answer, not the model's end tokens nor `stop_tokens`
 
 

@@ -28,7 +28,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "tests/core/test_takeovers.py",
         (
             "drained-server-serves-once-it-is-back",
-            "    if instance.is_member:  # else it was drained in the meantime\n        serve(state, instance, holding)",
+            "    if instance.is_member:  # else it was drained in the meantime\n"
+            "        serve(state, instance, holding)",
             "    serve(state, instance, holding)",
             "test_a_drained_server_that_comes_back_gets_no_work_until_it_is_recalled_with_the_version_that_it_holds",
         ),
