@@ -23,6 +23,8 @@ from dora.model_files import require_files
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
+#: Beside the adapter of a version: see `Proof`.
+PROOF: Final = "proof.json"
 FIELD: Final = "model.adapter"
 
 #: Settings of peft that an adapter cannot have here, and why.
@@ -64,6 +66,23 @@ class AdapterConfig(msgspec.Struct, frozen=True):
     target_modules: list[str] | str
     use_rslora: bool = False
     init_lora_weights: bool | str | None = True
+
+
+class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the trainer computes under an adapter: a server that computes the same for a request has this adapter."""
+
+    dtype: Literal["float32", "bfloat16"]  # the coarser one of trainer and servers
+    token_ids: Annotated[list[int], msgspec.Meta(min_length=2, max_length=1024)]
+    logprobs: list[float]  # of all tokens but the first
+
+
+def read_proof(folder: Path) -> Proof:
+    """Return the proof in an adapter's folder; ConfigError if there is none, or if it is damaged."""
+    path = folder / PROOF
+    try:
+        return msgspec.json.decode(foreign.read(path, max_bytes=_MAX_CONFIG_BYTES), type=Proof)
+    except (ForeignFileError, OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
+        raise ConfigError(f"{path}: cannot tell which adapter a server has ({err})") from err
 
 
 def adapter_folder(name: str, *, field: str = FIELD) -> Path:

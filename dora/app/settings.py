@@ -49,6 +49,7 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
         eval_prompt_tokens=tuple(eval_prompt_tokens),
         eval_every=config.eval.every,
         deterministic=trainer.device == "cpu",
+        adapters=config.engine.adapters,
     )
 
 
@@ -99,6 +100,7 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
         advantages=_advantages(config),
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
+        serves_adapters=config.engine.adapters,
         max_staleness=max_staleness,
         sends_logprobs=config.log.trajectories_per_step > 0,
     )
@@ -143,6 +145,7 @@ _WITHOUT_EFFECT = (
     "shared_prompts",
     "activation_checkpointing",
     "compile",
+    "serves_adapters",
     "max_staleness",
     "checkpoint_every",
     "copies",

@@ -98,11 +98,15 @@ class VersionUnloaded(Event, frozen=True):
 
 
 class VersionUnloadFailed(Event, frozen=True):
-    """The unload failed, or its result is unknown."""
+    """The unload failed, or its result is unknown.
+
+    `disproved`: the server does not compute what the adapter computes, so its answers may have come from another one.
+    """
 
     instance: InstanceId
     attempt: int
     reason: str
+    disproved: bool = False
 
 
 class InstanceRemoved(Event, frozen=True):

@@ -64,6 +64,12 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return not self.batched and self.oversample == 1.0 and self.in_flight is None
 
     @property
+    def num_adapters(self) -> int:
+        """Versions that a server of adapters holds side by side: the K + 1 that may be live, the one under evaluation,
+        and one that is being unloaded while the next is loaded."""
+        return self.max_staleness + 3
+
+    @property
     def broken_by_design(self) -> tuple[str, ...]:
         """Constraints that the strategy does not keep; violations are counted and shown."""
         broken = {"C1": self.in_flight is not None, "C2": self.discards, "C3": not self.bounded}
@@ -154,9 +160,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def num_holdings(self) -> int:
-        """Versions that a server holds side by side: one, or K + 3 adapters: the K + 1 that may be live, the one under
-        evaluation, and one that is being unloaded while the next is loaded."""
-        return self.rules.max_staleness + 3 if self.adapters else 1
+        """Versions that a server holds side by side: one, or several adapters."""
+        return self.rules.num_adapters if self.adapters else 1
 
     @property
     def groups_per_update(self) -> int:

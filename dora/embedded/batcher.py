@@ -215,6 +215,8 @@ class Batcher(Scheduler):
     def _step(self) -> None:
         while self.used_tokens + len(self.rows) > self.kv_tokens:
             self._retract(max(self.rows, key=lambda g: g.order))
+        if self.model.adapters is not None:
+            self.metrics.adapter_steps[len({g.adapter.number for g in self.rows if g.adapter is not None})] += 1
         tokens, logprobs = self.decoder.step()
         self._take(tokens, logprobs)
 

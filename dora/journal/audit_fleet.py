@@ -200,8 +200,13 @@ def _on_version_unloaded(t: AuditTables, event: ev.VersionUnloaded) -> None:
 
 
 def _on_version_unload_failed(t: AuditTables, event: ev.VersionUnloadFailed) -> None:
-    if t.instance(event.instance).unloading.pop(event.attempt, None) is None:
+    instance = t.instance(event.instance)
+    load = instance.unloading.pop(event.attempt, None)
+    if load is None:
         t.late_completions += 1
+    elif event.disproved:
+        found = f"answered under version {instance.adapters[load]} from another adapter: {event.reason}"
+        t.find(C1_SERVING, "instance", event.instance, found)
 
 
 # -- answers ------------------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from dora.controller.orders import Orders
 from dora.controller.published import Published
 from dora.controller.reporters import Reporters
 from dora.controller.run_tasks import RunTasks
+from dora.controller.served import ServedWeights
 from dora.controller.trajectories import Trajectories
 from dora.core import commands as cmd
 from dora.core import events as ev
@@ -384,7 +385,10 @@ class Surroundings:
     @property
     def generate(self) -> StreamAttempt:
         sampling = Sampling(0, MAX_NEW_TOKENS, 1.0, self.tokenizer.eos_ids, self.evaluations)
-        return StreamAttempt(self.engine, self.fleet, self.trajectories, self.published, sampling, self.ids, self.now)
+        served = ServedWeights(self.published)
+        return StreamAttempt(
+            self.engine, self.fleet, self.trajectories, self.published, served, sampling, self.ids, self.now
+        )
 
     @property
     def grade(self) -> GradeAnswer:

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 from scripted_server import ScriptedServer, captured, reset
 
+from dora.engine.api import AdapterNeeds
 from dora.engine.errors import RequestRefused, ServerGone
 from dora.engine.sglang.adapters import require_adapters
 from dora.engine.sglang.client import EngineClient
@@ -95,12 +96,14 @@ SERVED: dict[str, Any] = {
     "version": "0.5.23", "dp_size": 1, "enable_lora": True, "max_loras_per_batch": 5, "max_lora_rank": 8,
     "lora_target_modules": ["q_proj", "v_proj", "o_proj"], "max_loaded_loras": None, "lora_strict_loading": True,
 }  # fmt: skip
-FLAGS = "--enable-lora --max-loras-per-batch 5 --max-lora-rank 8 --lora-target-modules q_proj v_proj"
+FLAGS = (
+    "--enable-lora --lora-strict-loading --max-loras-per-batch 5 --max-lora-rank 8 --lora-target-modules q_proj v_proj"
+)
 
 
 async def require(server: ScriptedServer, client: EngineClient, **changes: Any) -> None:
     server.says("/server_info", {**captured("GET_server_info.json"), **SERVED, **changes})
-    await require_adapters(client, server.url, count=4, rank=8, targets=("v_proj", "q_proj"))
+    await require_adapters(client, server.url, AdapterNeeds(4, 8, ("v_proj", "q_proj")))
 
 
 @pytest.mark.parametrize(
@@ -168,9 +171,9 @@ async def test_the_embedded_engine_is_served_by_the_same_calls(
     model_a: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    await require_adapters(client, embedded, count=2, rank=RANK, targets=ATTENTION)
+    await require_adapters(client, embedded, AdapterNeeds(2, RANK, ATTENTION))
     with pytest.raises(ConfigError, match="has no room for these adapters"):
-        await require_adapters(client, embedded, count=3, rank=RANK, targets=ATTENTION)
+        await require_adapters(client, embedded, AdapterNeeds(3, RANK, ATTENTION))
     folder = write_adapter(tmp_path / "one", model_a, seed=1)
     await client.load_adapter(embedded, "run/1", str(folder), timeout_s=30)
     assert await client.adapters(embedded) == {"run/1": str(folder)}

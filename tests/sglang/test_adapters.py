@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dora.embedded.dialect import dialect_of
+from dora.engine.api import AdapterNeeds
 from dora.engine.errors import RequestRefused
 from dora.engine.sglang.adapters import require_adapters
 from dora.engine.sglang.client import EngineClient
@@ -96,7 +97,7 @@ async def test_requests_of_three_adapters_and_of_none_run_together(
 async def test_a_server_says_what_it_has_room_for_and_what_is_loaded(
     wire: Wire, client: EngineClient, folders: list[Path]
 ) -> None:
-    await require_adapters(client, wire.server.url, count=COUNT, rank=RANK, targets=DENSE)
+    await require_adapters(client, wire.server.url, AdapterNeeds(COUNT, RANK, DENSE))
     info = (await wire.get("/server_info"))[1]
     assert (info["max_loras_per_batch"], info["max_lora_rank"], info["max_loaded_loras"]) == (COUNT + 1, RANK, None)
     await client.load_adapter(wire.server.url, "listed", str(folders[0]), timeout_s=30)
