@@ -80,7 +80,7 @@ def make_fleet(
             context_tokens=config.longest_request,
             model=model,
             path_map=config.engine.path_map,
-            adapters=adapter_needs(config),
+            adapters=adapter_needs(config) if opened.job.settings.adapters else None,
         ),
         inbox=opened.inbox,
         in_flight=opened.in_flight,
@@ -260,7 +260,7 @@ def _effects(
     served: Served = ServedWeights(published)
     push: Push | LoadAdapter = Push(engine, fleet, holders, published, live, timeout_s, now, on_push_stage)
     unload: dict[type[cmd.Command], UnloadAdapter] = {}
-    if config.engine.adapters:
+    if opened.job.settings.adapters:
         served = ServedAdapters(ids.run_id, ids.epoch, fleet.labels)
         push = LoadAdapter(engine, fleet, holders, published, served, timeout_s, now)
         unload = {cmd.UnloadVersion: UnloadAdapter(engine, fleet, holders, served, timeout_s, now)}

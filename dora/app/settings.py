@@ -61,7 +61,7 @@ def live_bytes(config: Config, model: Path) -> int:
 
 
 def rollout_only_settings(settings: Settings) -> Settings:
-    """Turn the whole job into one step under version 0, without evaluation."""
+    """Turn the whole job into one step under version 0, which is the model, without evaluation."""
     return msgspec.structs.replace(
         settings,
         rules=rules_of("periodic", max_staleness=0),
@@ -70,13 +70,20 @@ def rollout_only_settings(settings: Settings) -> Settings:
         updates=1,
         num_ranks=1,
         eval_prompt_tokens=(),
+        adapters=False,
     )
 
 
 def evaluation_settings(settings: Settings) -> Settings:
-    """Turn the job into the evaluation of version 0, without a step."""
+    """Turn the job into the evaluation of version 0, which is a whole model, without a step."""
     return msgspec.structs.replace(
-        settings, rules=rules_of("periodic", max_staleness=0), steps=0, updates=1, num_ranks=1, eval_every=0
+        settings,
+        rules=rules_of("periodic", max_staleness=0),
+        steps=0,
+        updates=1,
+        num_ranks=1,
+        eval_every=0,
+        adapters=False,
     )
 
 

@@ -134,6 +134,11 @@ def _served_adapter_problems(config: Config) -> Iterator[str]:
             f"engine.adapters: {config.rollout.strategy} changes the weights under running requests, which an adapter "
             "that is loaded beside theirs does not; remove it"
         )
+    if config.nodes.expected and config.nodes.store == "relay":
+        yield (
+            "engine.adapters: not yet with nodes that keep versions of their own; set nodes.store to shared, or remove "
+            "engine.adapters"
+        )
     if config.weights.transfer != "disk":
         yield "weights.transfer: servers read adapters from folders; with engine.adapters, set it to disk"
 
