@@ -321,10 +321,6 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
             ["engine.adapters=true", "trainer.lora.rank=8", "weights.transfer=distributed"],
             "weights.transfer: servers read adapters from folders",
         ),
-        (
-            ["engine.adapters=true", "trainer.lora.rank=8", "nodes.expected=2", "trainer.token=a-long-enough-secret"],
-            "engine.adapters: not yet with nodes that keep versions of their own",
-        ),
         (["trainer.lora.dropout=0.1"], "--set trainer.lora.dropout=0.1: trainer.lora.dropout: not supported, because"),
     ],
 )
