@@ -328,8 +328,8 @@ async def _check_server(
         )
     if worst > limit and config.engine.adapters:
         raise ConfigError(
-            f"engine.urls: {url} has other weights than model.path, and with engine.adapters a run loads only adapters; "
-            "start it with the model"
+            f"engine.urls: {url} has other weights than model.path, and with engine.adapters a run loads only "
+            "adapters; start it with the model"
         )
     return MeasuredServer(
         Held(url, _field(config, url), found.label, is_model=worst <= limit),
