@@ -95,8 +95,8 @@ def test_a_request_on_a_server_that_outlived_its_controller_is_found() -> None:
     assert said in found(core, last(work))
 
 
-#: Orders at the end of a journal, each with what is said of it. There version 0 is load 1, version 1 load 2. Version 0 is
-#: being unloaded by attempt 3; trajectories 16 and 17 run under version 1.
+#: Orders at the end of a journal, each with what is said of it. Version 0 is load 1 there, version 1 load 2. Version 0
+#: is being unloaded by attempt 3; trajectories 16 and 17 run under version 1.
 WRONG = [
     (unload(0, version=1, attempt=4, load=2), "unloads version 1 while trajectory 16 runs on it"),
     (unload(0, version=0, attempt=4, load=1), "unloads version 0, but its load 1 is under way"),
