@@ -2,8 +2,9 @@
 
 C1: a request is sent only to an instance that has the version of its tag, by a confirmed push or because it was taken
 over with a label that names the journaled bytes; weights are pushed only to an empty instance; and the server's spans
-report the tag's version for every token. If the strategy updates weights in flight, versions may only rise within an
-attempt, and answers that mix versions are counted. C2: an attempt begins with all known tokens, no token is lost, and
+report the tag's version for every token. An adapter is loaded beside others, under a name that was not used before, and
+is unloaded when no answer of its version is unfinished. If the strategy updates weights in flight, versions may only rise
+within an attempt, and answers that mix versions are counted. C2: an attempt begins with all known tokens, no token is lost, and
 all attempts share one token budget. Between two attempts a call may add tokens that no version sampled
 (audit_calls.py). Drain: a drained instance gets no work, and no instance is dismissed while a request runs on it.
 """
@@ -148,27 +149,30 @@ def _push_weights(t: AuditTables, order: cmd.PushWeights) -> None:
 
 
 def _load_adapter(t: AuditTables, instance: AuditedInstance, order: cmd.PushWeights) -> None:
-    """Check the load of an adapter beside others; each has a name that no other has had, by its attempt."""
-    found = ""
+    """Check the load of an adapter beside others."""
+    found = f"is given version {order.version}"
     if order.version in instance.adapters.values():
-        found = f"is given version {order.version}, which it has or may have already"
-    elif len(instance.adapters) >= t.settings.num_holdings:
-        found = f"is given version {order.version} beside {len(instance.adapters)} others"
-    elif order.attempt <= instance.attempt:
-        found = f"is given version {order.version} as load {order.attempt}, but that name was used before"
-    if found:
-        t.find(C1_SERVING, "instance", order.instance, found)
-    instance.attempt = max(instance.attempt, order.attempt)
+        t.find(C1_SERVING, "instance", order.instance, f"{found}, which it has or may have already")
+    if len(instance.adapters) >= t.settings.num_holdings:
+        t.find(C1_SERVING, "instance", order.instance, f"{found} beside {len(instance.adapters)} others")
+    _name(t, instance, order, f"{found} as load {order.attempt}")
     instance.adapters[order.attempt] = order.version
+
+
+def _name(t: AuditTables, instance: AuditedInstance, order: cmd.PushWeights | cmd.UnloadVersion, found: str) -> None:
+    """Check that no other load or unload of the server had this attempt: its name is made of it."""
+    if order.attempt <= instance.attempt:
+        t.find(C1_SERVING, "instance", order.instance, f"{found}, but that name was used before")
+    instance.attempt = max(instance.attempt, order.attempt)
 
 
 def _on_weight_push_finished(t: AuditTables, event: ev.WeightPushFinished) -> None:
     instance = t.instance(event.instance)
-    if instance.pushing.get(event.attempt) != event.version:
+    version = instance.pushing.pop(event.attempt, None)
+    if version is None:
         t.late_completions += 1
-        return
-    del instance.pushing[event.attempt]
-    instance.holds.add(event.version)
+    elif version == event.version:  # else the push has failed
+        instance.holds.add(version)
 
 
 def _on_weight_push_failed(t: AuditTables, event: ev.WeightPushFailed) -> None:
@@ -179,13 +183,19 @@ def _on_weight_push_failed(t: AuditTables, event: ev.WeightPushFailed) -> None:
 
 def _unload_version(t: AuditTables, order: cmd.UnloadVersion) -> None:
     instance = t.instance(order.instance)
-    users = [id for id in instance.residents if id in t.answers and t.answers[id].version == order.version]
     found = f"unloads version {order.version}"
+    unfinished = [id for id, a in t.answers.items() if a.version == order.version and not a.finished]
+    users = [id for id in unfinished if id in instance.residents]
+    needed = [id for id in unfinished if t.is_wanted(id)] if order.version in instance.holds else []
     if users:
-        t.find(C1_SERVING, "instance", order.instance, f"{found} while trajectory {min(users)} needs it")
-    if instance.adapters.get(order.load) != order.version or order.load in instance.pushing:
-        t.find(C1_SERVING, "instance", order.instance, f"{found}, but has no such load {order.load}")
-    instance.attempt = max(instance.attempt, order.attempt)
+        t.find(C1_SERVING, "instance", order.instance, f"{found} while trajectory {min(users)} runs on it")
+    elif needed:
+        t.find(C1_SERVING, "instance", order.instance, f"{found} while trajectory {min(needed)} is unfinished")
+    is_busy = order.load in instance.pushing or order.load in instance.unloading.values()
+    if instance.adapters.get(order.load) != order.version or is_busy:
+        found_load = "is under way" if is_busy else "has another version or is unknown"
+        t.find(C1_SERVING, "instance", order.instance, f"{found}, but its load {order.load} {found_load}")
+    _name(t, instance, order, f"{found} as attempt {order.attempt}")
     instance.holds.discard(order.version)
     instance.unloading[order.attempt] = order.load
 

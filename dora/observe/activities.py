@@ -70,8 +70,7 @@ def instance_activity(state: State, instance: Server, *, stage: str, is_sampling
     """
     if instance.is_lost:
         return "down"
-    holding = shown(instance)
-    if holding.phase in PUSHING and (instance.is_updating or not instance.residents):
+    if instance.is_updating or (not instance.residents and any(h.phase in PUSHING for h in instance.holdings)):
         return f"push:{stage}"
     if instance.residents:
         if is_sampling:
@@ -82,8 +81,8 @@ def instance_activity(state: State, instance: Server, *, stage: str, is_sampling
 
 
 def shown(instance: Server) -> Holding:
-    """Return the holding to show: of several, the one with the newest version, confirmed or else under way."""
-    return max(instance.holdings, key=lambda h: (_number(h.version), _number(h.pushing)))
+    """Return the holding to show: of several, that of the newest version, confirmed or else under way or in doubt."""
+    return max(instance.holdings, key=lambda h: (_number(h.version), _number(h.pushing), _number(h.adapter)))
 
 
 def _number(version: VersionId | None) -> int:

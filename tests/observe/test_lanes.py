@@ -116,8 +116,18 @@ def folder_at(path: Path) -> RunFolder:
     return RunFolder(path)
 
 
-def job(path: Path, *, resume_every: int = 1_000_000, clean: bool = True) -> Recorded:
-    world = Recorded(settings(eval_prompt_tokens=(3,) * 4, eval_every=4), seed=5, faults=FAULTS)
+#: Whether versions are adapters, how often the controller is replaced, and whether cleanly.
+JOBS = [(adapters, *resumes) for adapters in (False, True) for resumes in ((1_000_000, True), (37, True), (37, False))]
+of_every_kind = pytest.mark.parametrize(("adapters", "resume_every", "clean"), JOBS)
+
+
+def job(path: Path, *, adapters: bool = False, resume_every: int = 1_000_000, clean: bool = True) -> Recorded:
+    world = Recorded(
+        settings(eval_prompt_tokens=(3,) * 4, eval_every=4, adapters=adapters),
+        seed=5,
+        num_instances=2 if adapters else 4,
+        faults=FAULTS,
+    )
     world.begin(folder_at(path), resume_every=resume_every, clean=clean)
     world.run()
     world.recorder.close()
@@ -131,9 +141,9 @@ def by_lane(folder: RunFolder) -> dict[tuple[str, int], list[SpanLine]]:
     return lanes
 
 
-@pytest.mark.parametrize(("resume_every", "clean"), [(1_000_000, True), (37, True), (37, False)])
-def test_no_lane_has_a_hole_or_an_overlap(tmp_path: Path, resume_every: int, clean: bool) -> None:
-    world = job(tmp_path, resume_every=resume_every, clean=clean)
+@of_every_kind
+def test_no_lane_has_a_hole_or_an_overlap(tmp_path: Path, adapters: bool, resume_every: int, clean: bool) -> None:
+    world = job(tmp_path, adapters=adapters, resume_every=resume_every, clean=clean)
     lanes = by_lane(world.folder)
     assert {lane for kind, lane in lanes if kind == "rank"} == set(range(RANKS))
     assert {lane for kind, lane in lanes if kind == "instance"} == set(world.state.instances)
@@ -143,9 +153,11 @@ def test_no_lane_has_a_hole_or_an_overlap(tmp_path: Path, resume_every: int, cle
     assert all(lanes["rank", rank][0][2] == 0.0 for rank in range(RANKS))
 
 
-@pytest.mark.parametrize(("resume_every", "clean"), [(1_000_000, True), (37, True), (37, False)])
-def test_the_timeline_and_the_seconds_add_up_to_the_spans(tmp_path: Path, resume_every: int, clean: bool) -> None:
-    world = job(tmp_path, resume_every=resume_every, clean=clean)
+@of_every_kind
+def test_the_timeline_and_the_seconds_add_up_to_the_spans(
+    tmp_path: Path, adapters: bool, resume_every: int, clean: bool
+) -> None:
+    world = job(tmp_path, adapters=adapters, resume_every=resume_every, clean=clean)
     of_spans: dict[tuple[str, str], float] = defaultdict(float)
     of_rows: dict[tuple[str, str], float] = defaultdict(float)
     for kind, _, start, end, activity, _ in read_spans(world.folder.spans):
@@ -196,6 +208,34 @@ def test_a_job_with_losses_shows_every_kind_of_span(tmp_path: Path) -> None:
     assert waits <= {f"waiting:{cause}" for cause in WAITING}
     assert waits & {"waiting:generation", "waiting:tail"}
     assert all(version is not None for kind, *_, activity, version in spans if activity == "decoding")
+
+
+def test_a_row_divides_the_time_of_an_instance_among_the_versions_of_its_requests(tmp_path: Path) -> None:
+    """That of each is the integral of its share of the requests, which the journal tells as well."""
+    world = job(tmp_path, adapters=True)
+    expected: dict[int | None, float] = defaultdict(float)
+    where: dict[TrajectoryId, tuple[InstanceId, int]] = {}
+    before = 0.0
+    for event, orders in world.journal:
+        for instance in world.state.instances:
+            versions = [version for place, version in where.values() if place == instance]
+            for version in versions:
+                expected[version] += max(0.0, event.at - before) / len(versions)
+        before = max(before, event.at)
+        if isinstance(event, ev.GenerationFinished | ev.GenerationStopped | ev.GenerationFailed):
+            where.pop(event.trajectory, None)
+        elif isinstance(event, ev.InstanceLost):
+            where = {id: one for id, one in where.items() if one[0] != event.instance}
+        where |= {o.trajectory: (o.instance, o.version) for o in orders if isinstance(o, cmd.Generate)}
+    found: dict[int | None, float] = defaultdict(float)
+    rows = [row for row in read_timeline(world.folder.timeline) if row.kind == "instance"]
+    for row in rows:
+        for entries in row.lanes.values():
+            for activity, version, seconds in entries:
+                found[version] += seconds * (activity in ("decoding", "prefill"))
+    assert all(row.shared for row in rows)
+    assert any(len({v for a, v, _ in e if a == "decoding"}) > 2 for row in rows for e in row.lanes.values())
+    assert {v: s for v, s in found.items() if s} == pytest.approx({**expected}, abs=1e-2)
 
 
 def test_a_clock_that_is_ahead_and_slow_messages_do_not_shift_spans(tmp_path: Path) -> None:
