@@ -3,9 +3,9 @@
 C1: a request is sent only to an instance that has the version of its tag, by a confirmed push or because it was taken
 over with a label that names the journaled bytes; weights are pushed only to an empty instance; and the server's spans
 report the tag's version for every token. An adapter is loaded beside others, under a name that was not used before, and
-is unloaded when no answer of its version is unfinished. If the strategy updates weights in flight, versions may only rise
-within an attempt, and answers that mix versions are counted. C2: an attempt begins with all known tokens, no token is lost, and
-all attempts share one token budget. Between two attempts a call may add tokens that no version sampled
+is unloaded when no answer of its version is unfinished. If the strategy updates weights in flight, versions may only
+rise within an attempt, and answers that mix versions are counted. C2: an attempt begins with all known tokens, no token
+is lost, and all attempts share one token budget. Between two attempts a call may add tokens that no version sampled
 (audit_calls.py). Drain: a drained instance gets no work, and no instance is dismissed while a request runs on it.
 """
 
@@ -173,6 +173,8 @@ def _on_weight_push_finished(t: AuditTables, event: ev.WeightPushFinished) -> No
         t.late_completions += 1
     elif version == event.version:  # else the push has failed
         instance.holds.add(version)
+        instance.proved.add(event.attempt)
+        t.proofs += t.settings.adapters
 
 
 def _on_weight_push_failed(t: AuditTables, event: ev.WeightPushFailed) -> None:
@@ -207,6 +209,8 @@ def _on_version_unloaded(t: AuditTables, event: ev.VersionUnloaded) -> None:
         t.late_completions += 1
         return
     instance.adapters.pop(load, None)
+    t.proofs += load in instance.proved
+    instance.proved.discard(load)
 
 
 def _on_version_unload_failed(t: AuditTables, event: ev.VersionUnloadFailed) -> None:
@@ -215,6 +219,7 @@ def _on_version_unload_failed(t: AuditTables, event: ev.VersionUnloadFailed) -> 
     if load is None:
         t.late_completions += 1
     elif event.disproved:
+        instance.proved.discard(load)  # what unloads it next asks for no proof
         found = f"answered under version {instance.adapters[load]} from another adapter: {event.reason}"
         t.find(C1_SERVING, "instance", event.instance, found)
 
