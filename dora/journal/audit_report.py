@@ -91,9 +91,7 @@ def render(report: AuditReport, *, max_violations: int = 20) -> str:
         f"  moves        {report.migrations} answers moved, {report.recovered} recovered after a loss, "
         f"{report.late_completions} late completions ignored",
         *(
-            [
-                f"  adapters     {report.proofs} proofs; servers do not report which one answered: C1 is of what they were asked"
-            ]
+            [f"  adapters     {report.proofs} proofs; servers do not report which one answered, so C1 is of requests"]
             * (report.proofs is not None)
         ),
         f"  token store  {tokens}",
