@@ -95,6 +95,10 @@ class InstanceRow:
     kv_tokens: int
     incarnation: int  #: number of times it has started
     asked: str  #: the user's request about the instance: "drain", "remove" or ""
+    mismatch_k3: Annotated[
+        float | None,
+        Metric("instance_mismatch_k3", "Mean k3 of an instance and the trainer under one version."),
+    ] = None  #: of its last fresh answers whose log-probs ranks have sent; None if there were none
     holdings: tuple[HoldingRow, ...] = ()  #: adapters, oldest version first; empty if versions are full weights
 
     @property
@@ -360,6 +364,7 @@ def _instance_row(instance: Server, *, shell: ShellFacts) -> InstanceRow:
         kv_tokens=instance.kv_tokens,
         incarnation=instance.incarnation,
         asked=_ASKED[instance.membership],
+        mismatch_k3=shell.mismatches.get(instance.id),
         holdings=_holding_rows(instance),
     )
 

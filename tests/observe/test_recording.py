@@ -55,7 +55,7 @@ ADDED = [
     b',"unload":' + msgspec.json.encode(DurationHistogram()),
 ]
 #: The same of every row of the instances and of the versions.
-ADDED_TO_TABLES = [b',"holdings":[]', b',"unloading":0']
+ADDED_TO_TABLES = [b',"mismatch_k3":null', b',"holdings":[]', b',"unloading":0']
 #: What rows of steps have said since then.
 ADDED_TO_ROWS = b',"trainer_losses":0'
 
@@ -261,6 +261,9 @@ class NoSamples:
     """Samples of nothing: trajectories.jsonl is not compared."""
 
     def on_commands(self, commands: object) -> None: ...
+
+    def mismatches(self, groups: object, *, step: int) -> dict[Any, float]:
+        return {}
 
     def of_step(self, groups: object, *, step: int) -> list[Any]:
         return []
