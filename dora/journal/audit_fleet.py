@@ -3,9 +3,9 @@
 C1: a request is sent only to an instance that has the version of its tag, by a confirmed push or because it was taken
 over with a label that names the journaled bytes; weights are pushed only to an empty instance; and the server's spans
 report the tag's version for every token. An adapter is loaded beside others, under a name that was not used before, and
-is unloaded when no answer of its version is unfinished. If the strategy updates weights in flight, versions may only
-rise within an attempt, and answers that mix versions are counted. C2: an attempt begins with all known tokens, no token
-is lost, and all attempts share one token budget. Between two attempts a call may add tokens that no version sampled
+unloaded when no answer of its version is unfinished. If the strategy updates weights in flight, versions may only rise
+within an attempt, and answers that mix versions are counted. C2: an attempt begins with all known tokens, no token is
+lost, and all attempts share one token budget. Between two attempts a call may add tokens that no version sampled
 (audit_calls.py). Drain: a drained instance gets no work, and no instance is dismissed while a request runs on it.
 """
 
@@ -186,7 +186,7 @@ def _on_weight_push_failed(t: AuditTables, event: ev.WeightPushFailed) -> None:
 def _unload_version(t: AuditTables, order: cmd.UnloadVersion) -> None:
     instance = t.instance(order.instance)
     found = f"unloads version {order.version}"
-    unfinished = [id for id, a in t.answers.items() if a.version == order.version and not a.finished]
+    unfinished = [id for id, a in t.answers.items() if a.version == order.version and not (a.finished or a.graded)]
     users = [id for id in unfinished if id in instance.residents]
     needed = [id for id in unfinished if t.is_wanted(id)] if order.version in instance.holds else []
     if users:

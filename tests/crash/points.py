@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from dora.app.inputs import model_digest
 from dora.app.settings import lineage_settings
+from dora.config.schema import EngineConfig
 from dora.controller.line_files import SAVE_EVERY_S
 from dora.controller.lineage import base_chain
 from dora.errors import ConfigError, DoraError
@@ -17,7 +19,7 @@ from tests.crash.checker import Broken, Checker, Expected, check_order, lost_in
 from tests.crash.disk import Disk, File, Kind, Tree, crashed
 from tests.crash.life import Life, Plan, World
 from tests.crash.loop import DELAYS
-from tests.crash.models import Faults, Held
+from tests.crash.models import RANK, TARGETS, Faults, Held
 
 #: Age from which a line survives a power failure: a pause between syncs, and the delays of those of four files.
 LINES_S = SAVE_EVERY_S + 4 * max(DELAYS)
@@ -26,6 +28,16 @@ DEPTH = 4
 
 #: Controllers die while servers load weights.
 SLOW_LOADS = Faults(load_s=0.4)
+#: Servers hold versions as adapters; controllers die during loads and unloads, whose results are often unknown.
+ADAPTERS = (
+    "engine.adapters=true",
+    f"trainer.lora.rank={RANK}",
+    f"trainer.lora.targets={json.dumps(TARGETS)}",
+    "run.steps=5",
+)
+DOUBTFUL = Faults(load_s=0.2, doubtful=0.3)
+#: Whether a run can be told to serve adapters.
+_HAS_ADAPTERS = "adapters" in EngineConfig.model_fields
 
 PLANS = {
     plan.name: plan
@@ -52,8 +64,20 @@ PLANS = {
             fills="/versions/",
             faults=Faults(grade_s=5.0),
         ),
+        Plan("adapters", ADAPTERS, servers=1, faults=DOUBTFUL),
+        Plan("adapters-kept-servers", (*ADAPTERS, "eval.every=1"), keeps_servers=True, faults=DOUBTFUL),
+        Plan(
+            "adapters-with-calls",
+            (*ADAPTERS, "rollout.max_staleness=2"),
+            keeps_servers=True,
+            calls=True,
+            can_replay=True,
+            losses=1,
+            faults=DOUBTFUL,
+        ),
         Plan("full-disk", ("eval.every=2",), fills="/"),
     )
+    if _HAS_ADAPTERS or ADAPTERS[0] not in plan.overrides
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -86,10 +87,12 @@ def test_a_request_under_a_version_that_was_unloaded_is_found() -> None:
     assert said in found(core, last(work))
 
 
-def test_a_request_on_a_server_that_outlived_its_controller_is_found() -> None:
+@pytest.mark.parametrize("up", [{}, {"holds": None}, {"holds": 1}], ids=["down", "up", "with the label of a version"])
+def test_a_request_on_a_server_that_outlived_its_controller_is_found(up: dict[str, Any]) -> None:
     core = shared()
     core.restarted(dict.fromkeys(range(8, 18), 0))
-    core.up(0)
+    if up:
+        core.up(0, **up)
     work = generate(16, on=0, version=1, attempt=2)
     said = "C1 serving: trajectory 16 of version 1 goes to instance 0, which holds no confirmed version"
     assert said in found(core, last(work))
@@ -134,12 +137,34 @@ def test_an_unload_of_what_an_unfinished_answer_needs_elsewhere_is_found() -> No
     assert found(core, last(unload(0, version=0, attempt=3, load=1))) == {said}
 
 
+def test_an_answer_whose_environment_failed_needs_its_version_no_more() -> None:
+    core = shared()
+    core.called(8)
+    for t in range(9, 16):
+        core.finished(t)
+    core.result(8, failed="raised: ValueError")
+    assert [order.version for order in core.of(cmd.UnloadVersion)] == [0]
+    assert found(core) == set()
+
+
+def test_an_unload_under_a_call_is_found_although_no_request_runs() -> None:
+    core = shared()
+    core.called(8)
+    for t in range(9, 16):
+        core.finished(t)
+    assert found(core, last(unload(0, version=0, attempt=3, load=1))) == {
+        "C1 serving: instance 0 unloads version 0 while trajectory 8 is unfinished"
+    }
+
+
 def test_a_load_that_failed_may_be_unloaded_while_answers_wait_for_its_version() -> None:
-    core = published()
-    core.load_failed(0, 1)
+    core = shared()
+    core.lost(0)
+    core.up(0)
+    core.load_failed(0, 0)
     core.tick(2.0)
-    core.unloaded(0, 1)
-    assert [order.attempt for order in core.of(cmd.UnloadVersion)] == [3]
+    core.unloaded(0, 0)
+    assert [order.version for order in core.of(cmd.UnloadVersion)] == [0]
     assert found(core) == set()
 
 

@@ -50,6 +50,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "test_a_request_on_a_server_that_outlived_its_controller_is_found",
         ),
         (
+            "audit-takes-adapters-over",
+            "    return t.stored & {event.version} if not t.settings.adapters else set()\n",
+            "    return t.stored & {event.version}\n",
+            "test_a_request_on_a_server_that_outlived_its_controller_is_found",
+        ),
+        (
             "audit-unload-under-a-request",
             "    if users:\n        t.find(C1_SERVING",
             "    if False:\n        t.find(C1_SERVING",
@@ -67,6 +73,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "    elif needed:\n",
             "    elif False:\n",
             "test_an_unload_of_what_an_unfinished_answer_needs_elsewhere_is_found",
+        ),
+        (
+            "audit-failed-calls-need-their-version",
+            " and not (a.finished or a.graded)]\n",
+            " and not a.finished]\n",
+            "test_an_answer_whose_environment_failed_needs_its_version_no_more",
         ),
         (
             "audit-unload-of-what-is-in-doubt",
@@ -167,7 +179,6 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "        if h.version is not None\n",
             _LISTED,
         ),
-        ("holdings-of-full-weights", "    if not instance.is_shared:\n        return ()\n", "", _AGREES),
         ("holdings-without-requests", "requests=requests[h.adapter])", "requests=0)", _AGREES),
         ("unloads-not-counted", "h.phase is WeightsPhase.UNLOADING)", "h.phase is WeightsPhase.LOADING)", _AGREES),
         (
