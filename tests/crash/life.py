@@ -30,13 +30,12 @@ from dora.app.opening import Opened
 from dora.app.prepare import Job, prepare
 from dora.app.trust import write_config
 from dora.config.load import load
-from dora.config.schema import Config
 from dora.controller.effects import Graders as GraderPools
 from dora.controller.fleet import Fleet, FleetLimits
 from dora.controller.loop import Outcome
 from dora.controller.trainer_link import TrainerLink
 from dora.core.invariants import check as check_invariants
-from dora.engine import engines
+from dora.engine.engines import adapter_needs
 from dora.engine.sglang.engine import SglangEngine
 from dora.errors import DoraError, RunFailed
 from dora.journal.run_folder import RunFolder
@@ -86,12 +85,6 @@ class Plan:
     servers: int = INSTANCES
     fills: str = ""  # a part of the path of each file for which the first controller's disk has no room for a while
     faults: Faults = FAULTS
-
-
-def _adapter_limits(config: Config) -> dict[str, Any]:
-    """Return what servers need for adapters, once the application can serve them."""
-    needs = getattr(engines, "adapter_needs", None)
-    return {"adapters": needs(config)} if needs is not None else {}
 
 
 @dataclass(frozen=True)
@@ -337,7 +330,7 @@ class World:
                 context_tokens=config.longest_request,
                 model=self.path / "model",
                 path_map={},
-                **_adapter_limits(config),
+                adapters=adapter_needs(config),
             ),
             inbox=opened.inbox,
             in_flight=opened.in_flight,

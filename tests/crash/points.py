@@ -10,7 +10,6 @@ from pathlib import Path
 
 from dora.app.inputs import model_digest
 from dora.app.settings import lineage_settings
-from dora.config.schema import EngineConfig
 from dora.controller.line_files import SAVE_EVERY_S
 from dora.controller.lineage import base_chain
 from dora.errors import ConfigError, DoraError
@@ -36,8 +35,6 @@ ADAPTERS = (
     "run.steps=5",
 )
 DOUBTFUL = Faults(load_s=0.2, doubtful=0.3)
-#: Whether a run can be told to serve adapters.
-_HAS_ADAPTERS = "adapters" in EngineConfig.model_fields
 
 PLANS = {
     plan.name: plan
@@ -77,7 +74,6 @@ PLANS = {
         ),
         Plan("full-disk", ("eval.every=2",), fills="/"),
     )
-    if _HAS_ADAPTERS or ADAPTERS[0] not in plan.overrides
 }
 
 
