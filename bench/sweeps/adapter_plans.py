@@ -1,11 +1,12 @@
 """Adapters held side by side against merged weights, each at its best split, on fleets of about 1 to 18 servers.
 
-    PYTHONPATH=. python bench/sweeps/adapter_plans.py [--table]   search and simulate what is missing
+    PYTHONPATH=. python bench/sweeps/adapter_plans.py [SERVERS ...]   search and simulate what is missing
 
 launch/workloads/paper-64.toml with servers and ranks of two GPUs, cut down with the fleet. Adapters have K = 3; merged
-weights have every K up to 3 that has enough servers, or 3 where all have. Each cell is searched with the first seed, as
-by `dora plan`, and its plan is simulated with all seeds. Rows are appended to bench/results/adapter_plans.jsonl as they
-are found; what is there is not simulated again. `python bench/sweeps/simulation.py --render` writes the table.
+weights have every K up to 3 that has enough servers, or 3 on larger fleets. Small ones are searched with the first
+seed, as by `dora plan`; on larger ones three splits are tried, the one with the smallest limit and its neighbors. The
+plan is then simulated with all seeds. Rows are appended to bench/results/adapter_plans.jsonl as they are found; what is
+there is not simulated again. `python bench/sweeps/simulation.py --render` writes the table.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "bench" / "sweeps")]
 from result import commit, today  # noqa: E402
 
 from dora.errors import ConfigError  # noqa: E402
+from dora.sim.limit import limits  # noqa: E402
 from dora.sim.measure import Result  # noqa: E402
-from dora.sim.plan import FINAL_STEPS, search, shortened  # noqa: E402
+from dora.sim.plan import FINAL_STEPS, UNFILLED, search, shortened, splits_of  # noqa: E402
 from dora.sim.sweep import simulate  # noqa: E402
 from dora.sim.workload import Workload, load  # noqa: E402
 
@@ -35,10 +37,12 @@ RESULTS: Final = ROOT / "bench" / "results" / "adapter_plans.jsonl"
 #: About so many servers -> GPUs and groups of a step.
 FLEETS: Final = {1: (4, 32), 2: (8, 64), 4: (16, 128), 8: (32, 256), 18: (64, 512)}
 K: Final = 3
+#: Fleets that are searched; the others try three splits.
+SEARCHED: Final = (1, 2)
 #: Decoding with adapters, as a multiple of that with merged weights.
 THROUGHPUTS: Final = (1.0, 0.9, 0.8, 0.65)
-#: Seeds of a cell; two on the largest fleet.
-SEEDS: Final = 3
+#: Seeds of a cell; fewer on large fleets.
+SEEDS: Final = {1: 3, 2: 3, 4: 3, 8: 2, 18: 1}
 
 
 class Cell(NamedTuple):
@@ -50,7 +54,7 @@ class Cell(NamedTuple):
 
     @property
     def seeds(self) -> int:
-        return SEEDS if self.servers < max(FLEETS) else SEEDS - 1
+        return SEEDS[self.servers]
 
     def workload(self) -> Workload:
         """Return what is planned."""
@@ -84,7 +88,7 @@ class AdapterRow(msgspec.Struct, frozen=True):
 def cells() -> Iterator[Cell]:
     """Yield every cell, small fleets first."""
     for servers in FLEETS:
-        yield Cell(servers, 0.0, tuple(range(K + 1)) if servers <= K + 1 else (K,))
+        yield Cell(servers, 0.0, tuple(range(K + 1)) if servers in SEARCHED else (K,))
         yield from (Cell(servers, throughput, (K,)) for throughput in THROUGHPUTS)
         if servers == 1:
             yield from (Cell(servers, throughput, (0,)) for throughput in THROUGHPUTS)
@@ -97,8 +101,10 @@ def recorded() -> list[AdapterRow]:
 
 
 def planned(cell: Cell) -> Workload:
-    """Return the plan of a cell: its split, slots and micro-batch, and K."""
+    """Return the plan of a cell: its split and K and, if it is searched, slots and micro-batch."""
     one = cell.workload()
+    if cell.servers not in SEARCHED:
+        return shortened(_near(one.with_changes(job={"max_staleness": K})), steps=FINAL_STEPS)
     try:
         best = search(one, staleness=cell.ks, widths=(2,), uses=(one.adapters.use,), most=1)[0]
     except ConfigError as err:
@@ -106,10 +112,20 @@ def planned(cell: Cell) -> Workload:
     return shortened(best.workload, steps=FINAL_STEPS)
 
 
+def _near(workload: Workload) -> Workload:
+    """Return the fastest of the split with the smallest limit and its neighbors."""
+    splits, _ = splits_of(workload, origin="bench")
+    bounds = [max(one.step_s, UNFILLED * one.decode_s, one.train_s) for one in limits(splits, seed=0)]
+    first = max(0, bounds.index(min(bounds)) - 1)
+    return min(splits[first : first + 3], key=lambda split: simulate((shortened(split), 0)).step_s)
+
+
 def measure(cell: Cell) -> None:
-    """Search a cell's plan and simulate it with all seeds."""
-    plan = planned(cell)
-    for seed in range(cell.seeds):
+    """Search a cell's plan and simulate it with the seeds that are missing."""
+    done = {row.seed for row in recorded() if row.cell == cell}
+    missing = [seed for seed in range(cell.seeds) if seed not in done]
+    plan = planned(cell) if missing else cell.workload()
+    for seed in missing:
         result = simulate((plan, seed))
         sizes = plan.fleet.server.slots, plan.train.micro_batch_tokens
         row = AdapterRow(*cell, seed, commit(), today(), *sizes, result)
@@ -120,7 +136,7 @@ def measure(cell: Cell) -> None:
 
 
 def table(rows: Sequence[AdapterRow]) -> str:
-    """Return the table of docs/SIMULATION.md; cells without all of their seeds are left out."""
+    """Return the table of docs/SIMULATION.md; cells without all of their seeds are left out, and named below it."""
     found = {cell: [row.result for row in rows if row.cell == cell] for cell in cells()}
     head = (
         "GPUs | servers hold | decoding | K | split, servers | step s (range) | seeds | merged / x | bound by | "
@@ -132,7 +148,10 @@ def table(rows: Sequence[AdapterRow]) -> str:
             continue
         merged = next((rs for c, rs in found.items() if c.servers == cell.servers and not c.throughput), [])
         lines.append(_line(cell, results, merged))
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    left = [cell for cell, results in found.items() if len(results) < cell.seeds]
+    names = (f"{FLEETS[cell.servers][0]} GPUs, {cell.throughput or 'merged'}, K = {cell.ks[-1]}" for cell in left)
+    note = f"\n\nNot simulated yet: {'; '.join(names)}." if left else ""
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + note
 
 
 def _line(cell: Cell, results: Sequence[Result], merged: Sequence[Result]) -> list[str]:
@@ -156,16 +175,14 @@ def _line(cell: Cell, results: Sequence[Result], merged: Sequence[Result]) -> li
 
 
 def main() -> None:
-    """Search and simulate what is missing, and print the table."""
+    """Search and simulate what is missing."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--table", action="store_true", help="print what there is, and simulate nothing")
-    only_table = parser.parse_args().table
+    parser.add_argument("servers", nargs="*", type=int, help="fleets of about so many servers; default: all")
+    chosen = parser.parse_args().servers or FLEETS
     gc.disable()  # no reference cycles are left behind, and collections take a fifth of the time
-    done = [row.cell for row in recorded()]
-    for cell in () if only_table else cells():
-        if done.count(cell) < cell.seeds:
+    for cell in cells():
+        if cell.servers in chosen:
             measure(cell)
-    sys.stdout.write(table(recorded()) + "\n")
 
 
 if __name__ == "__main__":
