@@ -301,12 +301,16 @@ def test_an_adapter_is_loaded_in_an_empty_server(tmp_path: Path) -> None:
 
 
 def test_a_load_beside_requests_changes_nothing_until_the_version_has_requests(tmp_path: Path) -> None:
-    core = published()
+    core = published(slots=8)  # all of them taken by version 0
+    begin = core.now
     recorder = Written(folder_at(tmp_path), core.state, now=lambda: core.now)
-    feed(core.state, recorder, ev.WeightPushFinished(core.now + 2.0, InstanceId(0), 2, 1), ev.Ticked(core.now + 3.0))
+    feed(core.state, recorder, ev.WeightPushFinished(begin + 2.0, InstanceId(0), 2, 1))
+    for t in (8, 9):
+        feed(core.state, recorder, ev.GenerationFinished(begin + 4.0, t, 1, 5, False, ((0, 0, 5),)))
+    feed(core.state, recorder, ev.Ticked(begin + 5.0))
     recorder.close()
     spans = [(span[3] - span[2], *span[4:]) for span in read_spans(tmp_path / "spans.jsonl") if span[0] == "instance"]
-    assert spans == [(2.0, "decoding", 0), (1.0, "decoding", 1)]
+    assert spans == [(4.0, "decoding", 0), (1.0, "decoding", 1)]
 
 
 def test_an_event_that_is_older_than_the_one_before_it_is_counted_once(tmp_path: Path) -> None:
