@@ -160,7 +160,8 @@ class Lanes:
                 self._sampling.setdefault(command.instance, set()).discard(command.trajectory)
                 touched.add(command.instance)
             elif isinstance(command, cmd.PushWeights):
-                self._stages[command.instance] = "load" if self._state.settings.adapters else "wait"  # has no stages
+                is_adapter = self._state.settings.adapters  # whose load reports no stages
+                self._stages[command.instance] = "load" if is_adapter else "wait"
                 touched.add(command.instance)
             elif isinstance(command, cmd.DropGroup):
                 for sibling in range(len(command.rewards)):

@@ -370,6 +370,8 @@ def _instance_row(instance: Server, *, shell: ShellFacts) -> InstanceRow:
 
 
 def _holding_rows(instance: Server) -> tuple[HoldingRow, ...]:
+    if not instance.is_shared:
+        return ()
     requests = Counter(t.version for t in instance.residents.values())
     rows = [
         HoldingRow(version=h.adapter, phase=h.phase.value, requests=requests[h.adapter])

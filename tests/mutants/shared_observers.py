@@ -120,6 +120,18 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     *of(
         "dora/observe/lanes.py",
         "tests/observe/test_lanes.py",
+        (
+            "lanes-an-adapter-that-waits-to-be-loaded",
+            '"load" if is_adapter else "wait"',
+            '"wait"',
+            "test_an_adapter_is_loaded_in_an_empty_server",
+        ),
+        (
+            "lanes-newest-version-without-requests",
+            "        return activity, max(requests, default=version)\n",
+            "        return activity, version\n",
+            "test_a_load_beside_requests_changes_nothing_until_the_version_has_requests",
+        ),
         ("lanes-undivided", "    if not instance.is_shared:\n", "    if True:\n", _DIVIDED),
         ("lanes-requests-of-the-begin", "            lane.requests = requests\n", "            pass\n", _DIVIDED),
         (

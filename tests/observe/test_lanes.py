@@ -21,7 +21,7 @@ from dora.journal.spans import SpanLine, ends_by, read_spans, read_timeline
 from dora.observe.activities import WAITING
 from dora.observe.lanes import Lanes
 from dora.transport.messages import RankSpans
-from tests.core.builders import Core
+from tests.core.builders import Core, published
 from tests.core.world import Faults, World, settings
 
 FAULTS = Faults(push_fails=0.1, instance_dies=0.03, zero_variance=0.2)
@@ -250,8 +250,8 @@ def test_a_clock_that_is_ahead_and_slow_messages_do_not_shift_spans(tmp_path: Pa
 # -- single rules -----------------------------------------------------------------------------------------------------
 
 
-def started(folder: RunFolder) -> tuple[Core, Written]:
-    core = Core(groups_per_step=2, group_size=2)
+def started(folder: RunFolder, **changes: object) -> tuple[Core, Written]:
+    core = Core(groups_per_step=2, group_size=2, **changes)  # type: ignore[arg-type]
     recorder = Written(folder, core.state, now=lambda: core.now)
     return core, recorder
 
@@ -288,6 +288,29 @@ def test_an_instance_prefills_until_the_first_token_of_a_request(tmp_path: Path)
         (7.0, 9.0, "prefill", 0),
         (9.0, 10.0, "empty:no_prompt", 0),
     ]
+
+
+def test_an_adapter_is_loaded_in_an_empty_server(tmp_path: Path) -> None:
+    core, recorder = started(folder_at(tmp_path), adapters=True)
+    up, ready = ev.InstanceUp(1.0, InstanceId(0), 1, 8, 10_000), ev.TrainerReady(0.0, 0)
+    feed(core.state, recorder, ready, ev.VersionPublished(0.0, 0, 1, {}), up)
+    feed(core.state, recorder, ev.WeightPushFinished(4.0, InstanceId(0), 1, 0), ev.Ticked(5.0))
+    recorder.close()
+    spans = [span[2:] for span in read_spans(tmp_path / "spans.jsonl") if span[0] == "instance"]
+    assert spans == [(1.0, 4.0, "push:load", 0), (4.0, 5.0, "empty:no_prompt", 0)]
+
+
+def test_a_load_beside_requests_changes_nothing_until_the_version_has_requests(tmp_path: Path) -> None:
+    core = published(slots=8)  # all of them taken by version 0
+    begin = core.now
+    recorder = Written(folder_at(tmp_path), core.state, now=lambda: core.now)
+    feed(core.state, recorder, ev.WeightPushFinished(begin + 2.0, InstanceId(0), 2, 1))
+    for t in (8, 9):
+        feed(core.state, recorder, ev.GenerationFinished(begin + 4.0, t, 1, 5, False, ((0, 0, 5),)))
+    feed(core.state, recorder, ev.Ticked(begin + 5.0))
+    recorder.close()
+    spans = [(span[3] - span[2], *span[4:]) for span in read_spans(tmp_path / "spans.jsonl") if span[0] == "instance"]
+    assert spans == [(4.0, "decoding", 0), (1.0, "decoding", 1)]
 
 
 def test_an_event_that_is_older_than_the_one_before_it_is_counted_once(tmp_path: Path) -> None:
