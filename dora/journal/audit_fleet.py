@@ -220,7 +220,7 @@ def _on_version_unload_failed(t: AuditTables, event: ev.VersionUnloadFailed) -> 
         t.late_completions += 1
     elif event.disproved:
         instance.proved.discard(load)  # what unloads it next asks for no proof
-        found = f"answered under version {instance.adapters[load]} from another adapter: {event.reason}"
+        found = f"answered under version {instance.adapters.get(load)} from another adapter: {event.reason}"
         t.find(C1_SERVING, "instance", event.instance, found)
 
 

@@ -130,8 +130,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "tests/engine/test_adapters.py",
         (
             "requests-without-an-adapter-not-counted",
-            "info.max_loras_per_batch <= count",
-            "info.max_loras_per_batch < count",
+            "info.max_loras_per_batch <= needs.count",
+            "info.max_loras_per_batch < needs.count",
             "test_a_server_without_room_is_refused_with_the_flags_that_it_lacks",
         ),
     ),
