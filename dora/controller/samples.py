@@ -123,7 +123,8 @@ class Samples:
         found: dict[InstanceId, list[float]] = defaultdict(list)
         for trajectory in [t for group in groups for t in group.trajectories]:
             instance = self._instances.pop(trajectory.id, None)
-            if int(trajectory.version) == int(step) and instance is not None and trajectory.id in self._trainer_logprobs:
+            is_fresh = int(trajectory.version) == int(step)
+            if is_fresh and instance is not None and trajectory.id in self._trainer_logprobs:
                 record = self._trajectories.records[trajectory.id]
                 sampled = np.ones(len(record.tokens), dtype=bool)
                 for start, end in record.observed:
