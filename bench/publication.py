@@ -58,7 +58,7 @@ class Switched(Unpublished):
         self.is_on = False
         self.stood_s = 0.0
 
-    def publish(self, version: Any, *, chain: str) -> None:
+    def publish(self, version: Any, *, chain: str, proof: None = None) -> None:
         if self.is_on:
             self.stood_s += timed(lambda: self._publisher.publish(version, chain=chain))
 

@@ -23,6 +23,8 @@ from dora.model_files import require_files
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
+#: Beside the adapter of a version: see `Proof`.
+PROOF: Final = "proof.json"
 FIELD: Final = "model.adapter"
 
 #: Settings of peft that an adapter cannot have here, and why.
@@ -55,8 +57,8 @@ _MAX_CONFIG_BYTES: Final = 1 << 20
 _ROUNDING: Final = 1e-9
 
 
-class _Config(msgspec.Struct, frozen=True):
-    """What is read of adapter_config.json, with the defaults of peft."""
+class AdapterConfig(msgspec.Struct, frozen=True):
+    """What is read of adapter_config.json, with the defaults of peft. `target_modules` is a list."""
 
     peft_type: str
     r: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
@@ -66,22 +68,39 @@ class _Config(msgspec.Struct, frozen=True):
     init_lora_weights: bool | str | None = True
 
 
-def adapter_folder(name: str) -> Path:
-    """Return the folder of an adapter; ConfigError if it has none. Ids on the hub are not supported."""
+class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the trainer computes under an adapter: a server that computes the same for a request has this adapter."""
+
+    dtype: Literal["float32", "bfloat16"]  # the coarser one of trainer and servers
+    token_ids: Annotated[list[int], msgspec.Meta(min_length=2, max_length=1024)]
+    logprobs: list[float]  # of all tokens but the first
+
+
+def read_proof(folder: Path) -> Proof:
+    """Return the proof in an adapter's folder; ConfigError if there is none, or if it is damaged."""
+    path = folder / PROOF
+    try:
+        return msgspec.json.decode(foreign.read(path, max_bytes=_MAX_CONFIG_BYTES), type=Proof)
+    except (ForeignFileError, OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
+        raise ConfigError(f"{path}: cannot tell which adapter a server has ({err})") from err
+
+
+def adapter_folder(name: str, *, field: str = FIELD) -> Path:
+    """Return the folder of an adapter; ConfigError if it has none. Ids on the hub are not supported.
+
+    `field`: the setting that has the name, for the message.
+    """
     folder = Path(name)
     if not os.path.isfile(folder / CONFIG):  # false, too, if the folder cannot be searched
         raise ConfigError(
-            f"{FIELD}: {name} has no {CONFIG}; give the folder of an adapter, as dora export --adapter writes it"
+            f"{field}: {name} has no {CONFIG}; give the folder of an adapter, as dora export --adapter writes it"
         )
     return folder.resolve()
 
 
 def require_adapter(folder: Path, *, rank: int, alpha: float, rslora: bool, targets: Collection[str]) -> None:
     """Raise ConfigError unless the folder has an adapter of these `trainer.lora`, one line for each difference."""
-    if not (folder / WEIGHTS).exists():
-        raise ConfigError(f"{FIELD}: {folder} has no {WEIGHTS}, the only form of its values that is read")
-    require_files(folder, field=FIELD)
-    found = _read(folder)
+    found = read_adapter(folder)
     of = f"{FIELD} {folder}"
     problems = []
     if found.r != rank:
@@ -118,31 +137,37 @@ def _divisor(rank: int, *, rslora: bool) -> float:
     return math.sqrt(rank) if rslora else rank
 
 
-def _read(folder: Path) -> _Config:
-    """Return the configuration of an adapter; ConfigError if it is damaged, or has what is not supported."""
+def read_adapter(folder: Path, *, field: str = FIELD) -> AdapterConfig:
+    """Return the configuration of an adapter; ConfigError if the folder is not one, or has what is not supported.
+
+    `field`: the setting that has the folder, for the message.
+    """
+    if not (folder / WEIGHTS).exists():
+        raise ConfigError(f"{field}: {folder} has no {WEIGHTS}, the only form of its values that is read")
+    require_files(folder, field=field)
     path = folder / CONFIG
     try:
         settings = msgspec.json.decode(foreign.read(path, max_bytes=_MAX_CONFIG_BYTES, follow_links=True), type=dict)
-        found = msgspec.convert(settings, _Config)
+        found = msgspec.convert(settings, AdapterConfig)
     except (ForeignFileError, OSError) as err:
-        raise ConfigError(f"{FIELD}: {err}") from err
+        raise ConfigError(f"{field}: {err}") from err
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
-        raise ConfigError(f"{FIELD}: {path} is not the configuration of an adapter ({err})") from err
+        raise ConfigError(f"{field}: {path} is not the configuration of an adapter ({err})") from err
     if found.peft_type != "LORA":
-        raise ConfigError(f"{FIELD}: {path} has peft_type {found.peft_type[:40]!r}; only adapters of LORA are trained")
+        raise ConfigError(f"{field}: {path} has peft_type {found.peft_type[:40]!r}; expected LORA")
     if isinstance(found.target_modules, str):
         raise ConfigError(
-            f"{FIELD}: {path} has target_modules {found.target_modules[:40]!r}, an expression; list the names of the "
+            f"{field}: {path} has target_modules {found.target_modules[:40]!r}, an expression; list the names of the "
             "modules in its place"
         )
     if found.init_lora_weights not in _BEGINNINGS:
         raise ConfigError(
-            f"{FIELD}: {path} has init_lora_weights {str(found.init_lora_weights)[:40]!r}, which changes the weights "
+            f"{field}: {path} has init_lora_weights {str(found.init_lora_weights)[:40]!r}, which changes the weights "
             "of the model too; convert it, as peft does with path_initial_model_for_weight_conversion"
         )
     for key, value in settings.items():
         if key not in _KNOWN and value and (key, value) != ("bias", "none"):
-            raise ConfigError(f"{FIELD}: {path} has {key[:40]!r}: {_reason(key)}")
+            raise ConfigError(f"{field}: {path} has {key[:40]!r}: {_reason(key)}")
     return found
 
 

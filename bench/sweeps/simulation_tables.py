@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Final
 
+import adapter_plans
 import calls
 import calls_split
 import exhaustive
@@ -271,6 +272,10 @@ def _paced_calls(_: Results) -> str:
     return paced_calls.table(paced_calls.recorded())
 
 
+def _adapter_plans(_: Results) -> str:
+    return adapter_plans.table(adapter_plans.recorded())
+
+
 def _exhaustive(_: Results) -> str:
     return exhaustive.text(exhaustive.recorded())
 
@@ -281,6 +286,7 @@ _BLOCKS: Final[dict[str, Callable[[Results], str]]] = {
     "targets": _targets,
     "wider": lambda _: plan_tables.wider(_plans()),
     "obstacles": lambda _: plan_tables.obstacles(_plans()),
+    "adapter_plans": _adapter_plans,
     "exhaustive": _exhaustive,
     "store": lambda _: plan_tables.store(_plans()),
     "tail": lambda _: plan_tables.tail(_plans()),

@@ -27,15 +27,17 @@ from dora.controller.effects import (
     Fetch,
     GradeAnswer,
     Graders,
+    LoadAdapter,
     Push,
     RequestIds,
     Sampling,
     SendWave,
     StopAttempt,
     StreamAttempt,
+    UnloadAdapter,
 )
 from dora.controller.episodes import EpisodeLimits, Episodes, NoEpisodes
-from dora.controller.fleet import ExternalServer, Fleet, FleetLimits, Server
+from dora.controller.fleet import ExternalServer, Fleet, FleetLimits, KeptServer
 from dora.controller.holders import Holders, OwnStore
 from dora.controller.loop import Controller
 from dora.controller.orders import Orders
@@ -43,10 +45,12 @@ from dora.controller.recorder import Recorder
 from dora.controller.reporters import TICK_S, Reporters
 from dora.controller.rollouts import RolloutWriter
 from dora.controller.run_tasks import RunTasks
+from dora.controller.served import Served, ServedAdapters, ServedWeights
 from dora.controller.trainer_link import TrainerLink
 from dora.core import commands as cmd
 from dora.core.ids import InstanceId
 from dora.engine.api import InferenceEngine
+from dora.engine.engines import adapter_needs
 from dora.errors import RemoteError, RunFailed
 from dora.node.cluster import Cluster
 from dora.node.plan import plan_engines, plan_sender
@@ -61,7 +65,7 @@ def make_fleet(
 ) -> Fleet:
     """Create the fleet: external servers first, then managed ones. `streams`: connections that this host allows."""
     config, model = opened.job.config, opened.job.inputs.model
-    servers: list[Server] = [ExternalServer(url, engine=engine) for url in config.engine.urls]
+    servers: list[KeptServer] = [ExternalServer(url, engine=engine) for url in config.engine.urls]
     plans = plan_engines(config, model=model, lease=lease, environ=os.environ) if cluster is None else []
     for plan in plans:
         child = node.add(plan, is_well=partial(engine.is_alive, timeout_s=REACH_TIMEOUT_S))
@@ -76,6 +80,7 @@ def make_fleet(
             context_tokens=config.longest_request,
             model=model,
             path_map=config.engine.path_map,
+            adapters=adapter_needs(config) if opened.job.settings.adapters else None,
         ),
         inbox=opened.inbox,
         in_flight=opened.in_flight,
@@ -252,11 +257,19 @@ def _effects(
         max_row_tokens=config.max_row_tokens,
     )
     live, timeout_s = opened.job.settings.rules.in_flight, config.engine.push_timeout_s
+    served: Served = ServedWeights(published)
+    push: Push | LoadAdapter = Push(engine, fleet, holders, published, live, timeout_s, now, on_push_stage)
+    unload: dict[type[cmd.Command], UnloadAdapter] = {}
+    if opened.job.settings.adapters:
+        served = ServedAdapters(ids.run_id, ids.epoch, fleet.labels)
+        push = LoadAdapter(engine, fleet, holders, published, served, timeout_s, now)
+        unload = {cmd.UnloadVersion: UnloadAdapter(engine, fleet, holders, served, timeout_s, now)}
     budget, fails = config.rollout.max_new_tokens, config.objective.truncated == "fail"
     return {
-        cmd.Generate: StreamAttempt(engine, fleet, trajectories, published, sampling, ids, now),
+        cmd.Generate: StreamAttempt(engine, fleet, trajectories, published, served, sampling, ids, now),
         cmd.GradeTrajectory: GradeAnswer(trajectories, inputs.tokenizer, graders, budget, fails, now),
-        cmd.PushWeights: Push(engine, fleet, holders, published, live, timeout_s, now, on_push_stage),
+        cmd.PushWeights: push,
+        **unload,
         cmd.DismissInstance: Dismiss(fleet, now),
         cmd.FetchPrompts: Fetch(inputs.stream, trajectories, now),
     }

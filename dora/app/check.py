@@ -35,7 +35,7 @@ from dora.app.trial_push import Held, push_once
 from dora.config.schema import Config
 from dora.controller.effects import Graders
 from dora.engine.api import Capabilities, GenerateRequest, InferenceEngine
-from dora.engine.engines import open_engine, require_engine
+from dora.engine.engines import adapter_needs, open_engine, require_engine
 from dora.engine.model_check import require_same_shapes
 from dora.errors import ConfigError, RemoteError
 from dora.journal.access import require_group, set_umask
@@ -308,6 +308,8 @@ async def _check_server(
 ) -> MeasuredServer:
     try:
         found = await engine.examine(url, timeout_s=PROBE_TIMEOUT_S)
+        if (needs := adapter_needs(config)) is not None:
+            await engine.require_adapters(url, needs)
         _check_room(config, found, url)
         require_same_shapes(url, found.model_path, model=inputs.model, path_map=config.engine.path_map)
         worst = await _compare_logprobs(config, inputs, engine, url, trained)
@@ -323,6 +325,11 @@ async def _check_server(
     if worst > limit and url not in config.engine.urls:
         raise ConfigError(
             f"engine: its log-probs differ from the trainer's by up to {worst:.1e} under the same weights"
+        )
+    if worst > limit and config.engine.adapters:
+        raise ConfigError(
+            f"engine.urls: {url} has other weights than model.path, and with engine.adapters a run loads only "
+            "adapters; start it with the model"
         )
     return MeasuredServer(
         Held(url, _field(config, url), found.label, is_model=worst <= limit),

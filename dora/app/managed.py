@@ -16,7 +16,7 @@ from dora.node.supervise import Child
 
 
 class ManagedServer:
-    """A child process with an API key; implements `controller.fleet.Server`."""
+    """A child process with an API key; implements `controller.fleet.KeptServer`."""
 
     def __init__(self, child: Child, *, engine: InferenceEngine, api_key: str | None) -> None:
         self._child = child

@@ -79,7 +79,7 @@ def let_nodes_leave(
 
 
 class NodeServer:
-    """A server of a node, or of several nodes together; implements `controller.fleet.Server`."""
+    """A server of a node, or of several nodes together; implements `controller.fleet.KeptServer`."""
 
     def __init__(self, cluster: Cluster, place: Place, index: int, *, config: Config, engine: InferenceEngine) -> None:
         """`place`: the one of its node, or of the first of them."""

@@ -49,6 +49,7 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
         eval_prompt_tokens=tuple(eval_prompt_tokens),
         eval_every=config.eval.every,
         deterministic=trainer.device == "cpu",
+        adapters=config.engine.adapters,
     )
 
 
@@ -60,7 +61,7 @@ def live_bytes(config: Config, model: Path) -> int:
 
 
 def rollout_only_settings(settings: Settings) -> Settings:
-    """Turn the whole job into one step under version 0, without evaluation."""
+    """Turn the whole job into one step under version 0, which is the model, without evaluation."""
     return msgspec.structs.replace(
         settings,
         rules=rules_of("periodic", max_staleness=0),
@@ -69,13 +70,20 @@ def rollout_only_settings(settings: Settings) -> Settings:
         updates=1,
         num_ranks=1,
         eval_prompt_tokens=(),
+        adapters=False,
     )
 
 
 def evaluation_settings(settings: Settings) -> Settings:
-    """Turn the job into the evaluation of version 0, without a step."""
+    """Turn the job into the evaluation of version 0, which is a whole model, without a step."""
     return msgspec.structs.replace(
-        settings, rules=rules_of("periodic", max_staleness=0), steps=0, updates=1, num_ranks=1, eval_every=0
+        settings,
+        rules=rules_of("periodic", max_staleness=0),
+        steps=0,
+        updates=1,
+        num_ranks=1,
+        eval_every=0,
+        adapters=False,
     )
 
 
@@ -99,6 +107,7 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
         advantages=_advantages(config),
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
+        serves_adapters=config.engine.adapters,
         max_staleness=max_staleness,
         sends_logprobs=config.log.trajectories_per_step > 0,
     )
@@ -143,6 +152,7 @@ _WITHOUT_EFFECT = (
     "shared_prompts",
     "activation_checkpointing",
     "compile",
+    "serves_adapters",
     "max_staleness",
     "checkpoint_every",
     "copies",

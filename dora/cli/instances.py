@@ -33,11 +33,18 @@ def draw(rows: tuple[InstanceRow, ...]) -> Table:
     """Return the table of the instances."""
     table = Table("instance", "address", "phase", "version", "requests", "KV", "asked", box=None)
     for row in sorted(rows, key=lambda row: row.instance):
-        version = f"→ {row.pushing}" if row.pushing is not None else "" if row.version is None else str(row.version)
         requests, kv = f"{row.residents}/{row.slots}", f"{row.kv_load / max(1, row.kv_tokens):.0%}"
-        cells = (str(row.instance), row.url, row.phase, version, requests, kv, row.asked)
+        cells = (str(row.instance), row.url, row.phase, _versions(row), requests, kv, row.asked)
         table.add_row(*(Text(one_line(cell)) for cell in cells))
     return table
+
+
+def _versions(row: InstanceRow) -> str:
+    """Return what an instance holds and loads; each of several adapters with its requests."""
+    if row.holdings:
+        held = ((h, f"({h.requests})" if h.phase == "serving" else h.phase) for h in row.holdings)
+        return ", ".join(f"{holding.version} {text}" for holding, text in held)
+    return f"→ {row.pushing}" if row.pushing is not None else "" if row.version is None else str(row.version)
 
 
 def _user() -> str:

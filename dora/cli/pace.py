@@ -12,6 +12,7 @@ from dora.app.pace import drive, prepare
 from dora.cli.run import end
 from dora.cli.serve import watch_own_lease
 from dora.cli.terminal import Terminal
+from dora.errors import ConfigError
 from dora.node.plan import SERVE_KEY
 from dora.sim.workload import load
 
@@ -19,6 +20,8 @@ from dora.sim.workload import load
 def pace(
     path: Path, *, seed: int, time_scale: float, processes: int, folder: Path, trackers: Sequence[str] = ()
 ) -> None:
+    if load(path).serves_adapters:
+        raise ConfigError(f"{path}: adapters.use: paced servers hold one version each; set it to merged")
     paced = prepare(
         path, seed=seed, time_scale=time_scale, processes=processes, folder=folder, trackers=tuple(trackers)
     )

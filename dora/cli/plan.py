@@ -1,4 +1,5 @@
-"""`dora plan`: searches the width of the servers, the split, K, slots and micro-batches, and prints the best plans."""
+"""`dora plan`: searches the width of the servers, the split, K, slots and micro-batches, and prints the best plans; for
+a job that trains an adapter, also whether servers should hold the adapters or merged weights."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from dora import files
 from dora.app.plan import Question, ask
 from dora.cli.output import say, show_progress, table, writing
 from dora.errors import ConfigError
-from dora.sim.plan import SimulatedPlan, search
+from dora.sim.plan import WORTH, SimulatedPlan, search
 
 #: Terms of the limit, by how they are called.
 _TERMS = {"train": "training", "decode": "decoding", "slowest": "longest answer"}
@@ -45,14 +46,18 @@ def plan(
         workload,
         staleness=staleness or range(workload.rules.max_staleness + 1),
         widths=widths,
+        uses=[workload.adapters.use] if recorded is not None else (),  # of the other use nothing was measured
         fits=question.fits,
         seed=seed,
         processes=processes or min(2, os.cpu_count() or 1),
         progress=lambda number: show_progress(f"{number} simulations"),
     )
     show_progress("")
-    say(*table([_HEAD, *(_row(place, plan) for place, plan in enumerate(best, start=1))]))
+    rows = [_HEAD, *(_row(place, plan) for place, plan in enumerate(best, start=1))]
+    say(*table([row if _has_adapter(best[0]) else row[:-1] for row in rows]))
     say("step s: simulated, give or take the standard error; limit: least seconds of any scheduler, and what sets it")
+    if _has_adapter(best[0]):
+        say(_comparison(best))
     for place, one in enumerate(best, start=1):
         say(*_lines(question, one, place=place))
     if write is not None:
@@ -63,7 +68,7 @@ def plan(
 
 _HEAD = (
     *("plan", "K", "GPUs a server", "servers", "trainer GPUs", "step s", "limit s", "bound by", "staleness"),
-    *("trainer idle", "pushes at once", "KV tokens a server"),
+    *("trainer idle", "pushes at once", "KV tokens a server", "adapters"),
 )
 
 
@@ -82,13 +87,31 @@ def _row(place: int, plan: SimulatedPlan) -> tuple[str, ...]:
         f"{result.trainer_idle:.0%}",
         str(min(result.push_limit, result.instances)),
         f"{workload.fleet.server.kv_tokens:,}",
+        workload.adapters.use,
     )
+
+
+def _has_adapter(plan: SimulatedPlan) -> bool:
+    return plan.workload.adapters.use != "none"
+
+
+def _comparison(best: Sequence[SimulatedPlan]) -> str:
+    """Return whether to serve adapters or to merge them, by the best plan of each."""
+    first, use = best[0], best[0].workload.adapters.use
+    others = [(number, plan) for number, plan in enumerate(best, start=1) if plan.workload.adapters.use != use]
+    if not others:
+        return f"adapters: {use}; nothing else was compared"
+    number, other = others[0]
+    ratio = other.result.step_s / first.result.step_s
+    advice = ("merge them", "serve them side by side")[use == "served"] if ratio >= WORTH else "no difference"
+    return f"adapters: {advice}; {other.workload.adapters.use} (plan {number}) takes {ratio:.3f} times as long"
 
 
 def _bound(plan: SimulatedPlan) -> str:
     """Return what binds a plan: the largest term of its limit, or the store if its pushes take longer."""
     fleet, result = plan.workload.fleet, plan.result
-    if result.pushes * fleet.weight_bytes / fleet.store_bytes_s > result.limit.step_s:
+    num_bytes = 0.0 if plan.workload.serves_adapters else result.pushes * fleet.weight_bytes
+    if num_bytes / fleet.store_bytes_s > result.limit.step_s:
         return "pushes"
     return _TERMS[result.limit.rule]
 

@@ -44,6 +44,13 @@ def serve(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed for requests without one.")] = 0,
     dialect: Annotated[str, typer.Option(help="SGLang release to imitate, 0.5.18 to 0.5.23; for tests.")] = "0.5.20",
+    max_lora_rank: Annotated[
+        int, typer.Option(min=0, max=1024, help="Largest rank of an adapter; 0: no adapters. Needs dialect 0.5.23.")
+    ] = 0,
+    lora_target_modules: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Modules that adapters may change.")
+    ] = "",
+    max_loras_per_batch: Annotated[int, typer.Option(min=1, max=256, help="Number of adapters loaded at a time.")] = 8,
 ) -> None:
     """Run the embedded engine, which speaks SGLang's protocol."""
     from dora.cli.serve import serve as command
@@ -64,6 +71,9 @@ def serve(
         max_queued_requests=max_queued_requests,
         seed=seed,
         dialect=dialect,
+        max_lora_rank=max_lora_rank,
+        lora_target_modules=tuple(filter(None, lora_target_modules.split(","))),
+        max_loras_per_batch=max_loras_per_batch,
     )
 
 

@@ -119,8 +119,9 @@ def plan(
 ) -> None:
     """Search the best use of given GPUs, by simulation.
 
-    Searched are K, the GPUs of a server, the split between servers and trainer, slots and micro-batches. The three best
-    plans are printed, with the settings that they change.
+    Searched are K, the GPUs of a server, the split between servers and trainer, slots and micro-batches and, if an
+    adapter is trained, whether servers hold adapters side by side or get merged weights. The three best plans are
+    printed, with the settings that they change.
     """
     from dora.cli.plan import plan as command
 

@@ -35,6 +35,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _algorithm_problems(config)
     yield from _optimizer_problems(config)
     yield from _lora_problems(config)
+    yield from _served_adapter_problems(config)
     yield from _capacity_problems(config)
     yield from _address_problems(config)
     yield from _rank_problems(config)
@@ -123,8 +124,28 @@ def _lora_problems(config: Config) -> Iterator[str]:
         yield "trainer.parallel.tensor: not with trainer.lora, whose matrices it would have to divide too; set it to 1"
 
 
+def _served_adapter_problems(config: Config) -> Iterator[str]:
+    if not config.engine.adapters:
+        return
+    if not config.trainer.lora.rank:
+        yield "engine.adapters: versions are adapters only if one is trained; set trainer.lora.rank, or remove it"
+    if config.rules.in_flight is not None:
+        yield (
+            f"engine.adapters: {config.rollout.strategy} changes the weights under running requests, which an adapter "
+            "that is loaded beside theirs does not; remove it"
+        )
+    if config.nodes.expected and config.nodes.store == "relay":
+        yield (
+            "engine.adapters: not yet with nodes that keep versions of their own; set nodes.store to shared, or remove "
+            "engine.adapters"
+        )
+    if config.weights.transfer != "disk":
+        yield "weights.transfer: servers read adapters from folders; with engine.adapters, set it to disk"
+
+
 def _capacity_problems(config: Config) -> Iterator[str]:
-    if config.run.steps and config.rollout.strategy == "dora" and 0 < config.num_instances < config.max_staleness + 1:
+    needed = 1 if config.engine.adapters else config.max_staleness + 1
+    if config.run.steps and config.rollout.strategy == "dora" and 0 < config.num_instances < needed:
         more = "list more engine.urls" if not config.num_managed else "raise engine.instances"
         more = "raise nodes.expected or nodes.servers" if config.nodes.expected else more
         yield (

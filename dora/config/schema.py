@@ -125,7 +125,7 @@ class EngineConfig(Section):
     `instances`. They must speak SGLang's protocol, as SGLang and `dora serve` do, whatever `kind` is."""
     instances: int | None = Field(default=None, ge=0)
     """Number of servers that the run starts and supervises (managed instances). Unset: 4 if `urls` is empty, else 0.
-    `dora` needs at least K + 1 instances in all."""
+    `dora` needs at least K + 1 instances in all, or one with `adapters`."""
     kind: Literal["embedded", "sglang"] = "embedded"
     """Kind of the managed instances. `embedded`: DORA's own server. `sglang`: SGLang from this Python environment, with
     --dtype from `trainer.publish_dtype` and, if it is set, --max-running-requests from `slots`."""
@@ -159,6 +159,10 @@ class EngineConfig(Section):
     """Least duration of a decoding step of an embedded engine, in ms. An engine that is faster waits without using the
     CPU, so that a laptop shows the waiting times of servers with GPUs, whose steps take about 10 ms. Answers are the
     same. 0: as fast as the device allows."""
+    adapters: bool = False
+    """Servers hold the model once, and versions as adapters beside each other, so that one server decodes answers of
+    several versions at a time and no answer has to move for a push (needs `trainer.lora`). A command of your own must
+    have the flags for that. false: each server holds one version, whose weights include its adapter."""
     start_timeout_s: Seconds = 120.0
     """Time in which a managed instance must become ready."""
     push_timeout_s: Seconds = 60.0

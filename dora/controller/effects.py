@@ -21,14 +21,15 @@ from dora.controller.fleet import Fleet
 from dora.controller.holders import Holders
 from dora.controller.lineage import Lineage
 from dora.controller.published import Published
+from dora.controller.served import Served, ServedAdapters
 from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId
+from dora.core.ids import GroupId, InstanceId, TrajectoryId
 from dora.core.strategies import Pause
 from dora.core.training import Feed
 from dora.engine.api import GenerateRequest, GenerateResult, InferenceEngine, PushStage
-from dora.engine.errors import RequestRefused, ServerGone
+from dora.engine.errors import AdapterDisproved, RequestRefused, ServerGone
 from dora.engine.names import UNCONFIRMED, request_id
 from dora.errors import ProtocolError, RemoteError
 from dora.journal.rows import answer_bound
@@ -37,7 +38,7 @@ from dora.tasks.prompts import Prompt, PromptStream
 from dora.tasks.rewards import GradeRequest
 from dora.tasks.tokenizer import Tokenizer
 from dora.transport.messages import MicroBatch
-from dora.weights.store import StoreError
+from dora.weights.store import ADAPTER, StoreError
 
 log = structlog.get_logger(__name__)
 
@@ -73,8 +74,10 @@ class Sampling:
     has_turns: bool = False  # a stop token ends a turn, which goes to the environment
     max_row_tokens: int | None = None  # bound on all rows together of a forked episode in training
 
-    def request(self, trajectory: TrajectoryId, record: TrajectoryRecord, *, id: str, label: str) -> GenerateRequest:
-        """Return the request that continues a trajectory from its tokens."""
+    def request(
+        self, trajectory: TrajectoryId, record: TrajectoryRecord, *, id: str, label: str, adapter: str | None = None
+    ) -> GenerateRequest:
+        """Return the request that continues a trajectory from its tokens. `adapter`: None for the server's weights."""
         start = len(record.tokens)
         is_training = trajectory >= 0
         return GenerateRequest(
@@ -85,6 +88,7 @@ class Sampling:
             stop_tokens=self.eos_ids,
             seed=self.seed_of(trajectory, start),
             label=label,
+            adapter=adapter,
         )
 
     def seed_of(self, trajectory: TrajectoryId, num_tokens: int) -> int:
@@ -120,6 +124,7 @@ class StreamAttempt:
     fleet: Fleet
     trajectories: Trajectories
     published: Published
+    served: Served
     sampling: Sampling
     ids: RequestIds
     now: Clock
@@ -141,7 +146,8 @@ class StreamAttempt:
         if url is None:
             return self._failed(order, record, server_gone=True, reason=f"instance {order.instance} is down")
         label = self.published.label(order.version)
-        request = self.sampling.request(trajectory, record, id=self.ids.of(order), label=label)
+        adapter = self.served.adapter(order.instance, order.version)
+        request = self.sampling.request(trajectory, record, id=self.ids.of(order), label=label, adapter=adapter)
         try:
             result = await self.engine.generate(url, request, partial(self.trajectories.append, trajectory, attempt))
         except ServerGone as err:
@@ -157,7 +163,7 @@ class StreamAttempt:
     async def _is_as_it_was(self, instance: InstanceId) -> bool:
         """Whether a server whose stream broke off is healthy and still has weights of this run."""
         label = await self.fleet.inquire(instance)
-        return label is not None and self.published.version_of(label) != FOREIGN_VERSION
+        return label is not None and self.served.is_known(label, instance=instance)
 
     def _failed(
         self, order: cmd.Generate, record: TrajectoryRecord, *, server_gone: bool, reason: str, final: bool = False
@@ -172,7 +178,8 @@ class StreamAttempt:
             reason = f"{unconfirmed} of its tokens were sampled after a push that failed"
             return self._failed(order, record, server_gone=False, reason=reason)
         known = [span for span in result.spans if span[0] != UNCONFIRMED]  # no tokens yet as a push began
-        spans = tuple([(self.published.version_of(label), start + a, start + b) for label, a, b in known])
+        of = partial(self.served.version_of, instance=order.instance, version=order.version)
+        spans = tuple([(of(label), start + a, start + b) for label, a, b in known])
         if result.was_stopped and not self.sampling.is_over(order.trajectory, record):
             return ev.GenerationStopped(self.now(), order.trajectory, order.attempt, len(record.tokens), spans)
         return self._finished(order, record, spans=spans)
@@ -283,6 +290,63 @@ class Push:
         except (RemoteError, StoreError) as err:
             return ev.WeightPushFailed(self.now(), order.instance, order.attempt, str(err))
         return ev.WeightPushFinished(self.now(), order.instance, order.attempt, order.version)
+
+
+@dataclass(frozen=True)
+class LoadAdapter:
+    """Effect of PushWeights where versions are adapters: load one beside others, and have it prove itself."""
+
+    engine: InferenceEngine
+    fleet: Fleet
+    holders: Holders
+    published: Published
+    served: ServedAdapters
+    timeout_s: float
+    now: Clock
+
+    async def __call__(self, order: cmd.PushWeights) -> ev.Event:
+        url = self.fleet.urls.get(order.instance)
+        name = self.served.name(order.instance, order.attempt, order.version)
+        try:
+            if url is None:
+                raise RemoteError(f"instance {order.instance} is down")
+            await self.published.available(order.version)
+            folder = await self.holders.folder(order.instance, order.version) / ADAPTER
+            await self.engine.load_adapter(url, name=name, folder=folder, timeout_s=self.timeout_s)
+        except (RemoteError, StoreError) as err:
+            return ev.WeightPushFailed(self.now(), order.instance, order.attempt, str(err))
+        self.served.loaded[order.instance, order.version] = name
+        return ev.WeightPushFinished(self.now(), order.instance, order.attempt, order.version)
+
+
+@dataclass(frozen=True)
+class UnloadAdapter:
+    """Effect of UnloadVersion: have an adapter prove itself once more, unless its load has failed, and unload it."""
+
+    engine: InferenceEngine
+    fleet: Fleet
+    holders: Holders
+    served: ServedAdapters
+    timeout_s: float
+    now: Clock
+
+    async def __call__(self, order: cmd.UnloadVersion) -> ev.Event:
+        url = self.fleet.urls.get(order.instance)
+        name = self.served.name(order.instance, order.load, order.version)
+        was_confirmed = self.served.loaded.get((order.instance, order.version)) == name
+        try:
+            if url is None:
+                raise RemoteError(f"instance {order.instance} is down")
+            folder = await self.holders.folder(order.instance, order.version) / ADAPTER if was_confirmed else None
+            await self.engine.unload_adapter(url, name=name, folder=folder, timeout_s=self.timeout_s)
+        except (RemoteError, StoreError) as err:
+            disproved = isinstance(err, AdapterDisproved)
+            if disproved:
+                log.error("adapter_disproved", instance=order.instance, version=order.version, reason=str(err))
+                del self.served.loaded[order.instance, order.version]  # the next attempt unloads it as it is
+            return ev.VersionUnloadFailed(self.now(), order.instance, order.attempt, str(err), disproved)
+        self.served.loaded.pop((order.instance, order.version), None)
+        return ev.VersionUnloaded(self.now(), order.instance, order.attempt)
 
 
 @dataclass(frozen=True)

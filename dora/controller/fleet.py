@@ -23,8 +23,8 @@ from dora.controller.inbox import Inbox
 from dora.controller.run_tasks import Loop
 from dora.core.events import InstanceLost, InstanceUp, PrefillReported
 from dora.core.ids import FOREIGN_VERSION, InstanceId, TrajectoryId, VersionId
-from dora.core.tables import Instance
-from dora.engine.api import Capabilities, InferenceEngine
+from dora.core.tables import Server
+from dora.engine.api import AdapterNeeds, Capabilities, InferenceEngine
 from dora.engine.errors import ServerGone
 from dora.engine.model_check import require_same_shapes
 from dora.engine.names import digest_in
@@ -58,7 +58,7 @@ class Started:
     is_kept: bool = False  # it ran before under an earlier controller: requests, a pause or a push may be under way
 
 
-class Server(Protocol):
+class KeptServer(Protocol):
     """A managed or external server."""
 
     async def start(self) -> Started:
@@ -87,13 +87,14 @@ class FleetLimits:
     context_tokens: int  # longest prompt + token limit, which every server must be able to hold
     model: Path  # every server's model must have the same shapes
     path_map: Mapping[str, str]  # local folders -> folders as servers see them
+    adapters: AdapterNeeds | None = None  # that every server must be able to hold; None: versions are full weights
 
 
 @dataclass(slots=True)
 class _Member:
     """One instance of the run, up or not."""
 
-    server: Server
+    server: KeptServer
     incarnation: int = 0
     condemned: asyncio.Event = field(default_factory=asyncio.Event)
     reason: str = ""  # why it is condemned
@@ -110,13 +111,13 @@ class Fleet:
 
     def __init__(
         self,
-        servers: list[Server],
+        servers: list[KeptServer],
         *,
         engine: InferenceEngine,
         limits: FleetLimits,
         inbox: Inbox,
         in_flight: InFlight,
-        rows: Mapping[InstanceId, Instance],
+        rows: Mapping[InstanceId, Server],
         removed: Collection[InstanceId],
         version_of: Callable[[str], VersionId],
         now: Callable[[], float],
@@ -137,6 +138,7 @@ class Fleet:
         self._next = InstanceId(max([len(servers) - 1, *rows, *removed]) + 1)
         self._keepers: asyncio.TaskGroup | None = None
         self.urls: dict[InstanceId, str] = {}  #: of the instances that are up
+        self.labels: dict[InstanceId, str] = {}  #: of the weights with which each came up
         self.down: dict[InstanceId, Down] = {}  #: the instances that are not
 
     def loops(self) -> list[tuple[str, Loop]]:
@@ -174,7 +176,7 @@ class Fleet:
         self._start_keeper(instance)
         return instance
 
-    def add(self, server: Server, *, instance: InstanceId | None = None) -> InstanceId:
+    def add(self, server: KeptServer, *, instance: InstanceId | None = None) -> InstanceId:
         """Add a server of a node, as this instance or as a further one."""
         if instance is None:
             instance = self._next
@@ -266,8 +268,11 @@ class Fleet:
             if started.is_kept:  # perhaps of another configuration; one that is started for this one will tell
                 raise RemoteError(str(err)) from err
             raise
+        if self._limits.adapters is not None:
+            await self._engine.clear_adapters(url, timeout_s=TAKE_OVER_TIMEOUT_S)
         member.condemned.clear()
         member.incarnation += 1
+        self.labels[instance] = capabilities.label
         self.urls[instance] = url
         self.down.pop(instance, None)
         log.info("instance_up", instance=instance, url=url, incarnation=member.incarnation, version=version)
@@ -299,6 +304,8 @@ class Fleet:
                 f"task.max_prompt_tokens + rollout.max_new_tokens is {self._limits.context_tokens}; lower one of them"
             )
         limits = self._limits
+        if limits.adapters is not None:
+            await self._engine.require_adapters(url, limits.adapters)
         require_same_shapes(url, capabilities.model_path, model=limits.model, path_map=limits.path_map)
         return capabilities
 
@@ -380,7 +387,7 @@ class Fleet:
             return False
         return False
 
-    async def _prefills(self, row: Instance, url: str, seen: _Prefill) -> bool:
+    async def _prefills(self, row: Server, url: str, seen: _Prefill) -> bool:
         """Whether KV use has reached a new maximum while no resident got a token, which only a prefill explains."""
         if row.reported is not seen.reported or list(row.residents) != seen.residents or not seen.residents:
             seen.reported, seen.residents, seen.peak = row.reported, list(row.residents), None

@@ -11,13 +11,13 @@ from functools import partial
 
 from dora.controller.trajectories import Trajectories
 from dora.core.ids import InstanceId, TrajectoryId
-from dora.core.tables import Instance
+from dora.core.tables import Server
 
 
 class InFlight:
     """The tasks of all requests, by trajectory."""
 
-    def __init__(self, trajectories: Trajectories, *, rows: Mapping[InstanceId, Instance]) -> None:
+    def __init__(self, trajectories: Trajectories, *, rows: Mapping[InstanceId, Server]) -> None:
         """`rows` is the core's instance table."""
         self._trajectories = trajectories
         self._rows = rows

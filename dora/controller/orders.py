@@ -149,6 +149,7 @@ _CARRY_OUT: Final[dict[type[cmd.Command], Callable[[Orders, Any, int], None]]] =
     cmd.GradeTrajectory: Orders._grade,
     cmd.CallEnvironment: Orders._call,
     cmd.PushWeights: Orders._start_durable,
+    cmd.UnloadVersion: Orders._start_durable,
     cmd.TrainMicroBatch: Orders._train,
     cmd.RestartTrainer: Orders._restart,
     cmd.CondemnInstance: Orders._condemn,

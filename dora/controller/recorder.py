@@ -101,6 +101,8 @@ class Recorder:
             row = self.observed.before(event, cpu_s=time.process_time())
             if row is not None:
                 log_changes(self.observed.changed_alarms)
+                if self._state.settings.updates == 1:  # else fresh tokens may be trained under other weights
+                    self._facts.mismatches |= self.samples.mismatches(groups, step=event.step)
                 kept = self._keep(self.samples.of_step(groups, step=event.step))
                 self._row = [(self._lines.metrics, _line(row)), *kept]
 

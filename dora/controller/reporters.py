@@ -17,7 +17,7 @@ from dora.controller.run_tasks import Loop
 from dora.controller.trajectories import Trajectories
 from dora.core import events as ev
 from dora.core.ids import InstanceId, TrajectoryId
-from dora.core.tables import Instance
+from dora.core.tables import Server
 from dora.engine.api import InferenceEngine
 from dora.errors import RemoteError
 from dora.journal.commits import Commits
@@ -42,7 +42,7 @@ class Reporters:
 
     def __init__(
         self,
-        rows: Mapping[InstanceId, Instance],
+        rows: Mapping[InstanceId, Server],
         *,
         trajectories: Trajectories,
         fleet: Fleet,
@@ -89,14 +89,14 @@ class Reporters:
             self._reported[instance] = counts
             await self._inbox.emit(ev.ProgressReported(self._now(), instance, counts))
 
-    def _poll_kv(self, instance: Instance, polls: asyncio.TaskGroup) -> None:
+    def _poll_kv(self, instance: Server, polls: asyncio.TaskGroup) -> None:
         """Start a poll in its own task, so that a server that does not answer does not delay the ticks."""
         if instance.id not in self._polled:
             self._polled.add(instance.id)
             poll = polls.create_task(self._report_kv(instance), name=f"kv-{instance.id}")
             poll.add_done_callback(lambda _: self._polled.discard(instance.id))
 
-    async def _report_kv(self, instance: Instance) -> None:
+    async def _report_kv(self, instance: Server) -> None:
         """Ask a server for its KV use, and report a change of pressure."""
         url = self._fleet.urls.get(instance.id)
         if url is None:

@@ -6,6 +6,7 @@ dropped groups are written with the next step. Once the file is full, a problem 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from dora import foreign
 from dora.controller.evaluations import Evaluations
 from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.core import commands as cmd
-from dora.core.ids import GroupId, StepId, TrajectoryId, VersionId
+from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, VersionId
 from dora.core.tables import Group
 from dora.environments.renderer import Renderer
 from dora.files import MAX_TRAJECTORY_BYTES, LineFile
@@ -82,6 +83,7 @@ class Samples:
         self._renderer = renderer
         self._dropped: list[KeptTrajectory] = []  # since the last step
         self._trainer_logprobs: dict[TrajectoryId, tuple[float, ...]] = {}
+        self._instances: dict[TrajectoryId, InstanceId] = {}  # of the last request of each answer in training
         self._pieces: dict[int, str] = {}  # text by token: decoding takes 10 us
 
     def on_logprobs(self, message: TrainerLogprobs) -> None:
@@ -92,12 +94,17 @@ class Samples:
     def on_commands(self, commands: Iterable[cmd.Command]) -> None:
         """Keep a sibling of each group that is dropped, before its tokens are forgotten."""
         for command in commands:
-            if isinstance(command, cmd.AdmitGroup):
+            if isinstance(command, cmd.Generate):
+                if command.trajectory >= 0:
+                    self._instances[command.trajectory] = command.instance
+            elif isinstance(command, cmd.AdmitGroup):
                 self._tags[command.group] = command.version
             elif isinstance(command, cmd.CommitGroup):
                 self._tags.pop(command.group, None)
             elif isinstance(command, cmd.DropGroup):
                 self._drop(command, self._tags.pop(command.group))
+                for trajectory in self._trajectories.siblings(command.group):
+                    self._instances.pop(trajectory, None)
 
     def _drop(self, order: cmd.DropGroup, version: VersionId) -> None:
         """Keep the first sibling that has tokens."""
@@ -109,6 +116,25 @@ class Samples:
                 kept = self._describe(trajectory, record, step=StepId(-1), version=version, outcome=order.why)
                 self._dropped.append(replace(kept, group=order.group, reward=reward))
                 return
+
+    def mismatches(self, groups: Sequence[Group], *, step: StepId) -> dict[InstanceId, float]:
+        """Return the mean k3 between each server and the trainer, over the fresh answers of a step whose log-probs the
+        trainer has sent. A wrong adapter, or other weights, would show here first."""
+        found: dict[InstanceId, list[float]] = defaultdict(list)
+        for trajectory in [t for group in groups for t in group.trajectories]:
+            instance = self._instances.pop(trajectory.id, None)
+            is_fresh = int(trajectory.version) == int(step)
+            if is_fresh and instance is not None and trajectory.id in self._trainer_logprobs:
+                record = self._trajectories.records[trajectory.id]
+                sampled = np.ones(len(record.tokens), dtype=bool)
+                for start, end in record.observed:
+                    sampled[start:end] = False
+                behavior = np.asarray(record.logprobs, dtype=np.float64)[sampled]
+                trained = np.asarray(self._trainer_logprobs[trajectory.id])
+                if len(behavior) == len(trained):
+                    log_ratio = trained - behavior
+                    found[instance] += (np.expm1(log_ratio) - log_ratio).tolist()
+        return {instance: float(np.mean(values)) for instance, values in found.items()}
 
     def of_step(self, groups: Sequence[Group], *, step: StepId) -> Iterator[KeptTrajectory]:
         """Yield the trajectories kept of a trained step, and those of groups dropped since the step before.

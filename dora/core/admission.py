@@ -12,7 +12,7 @@ from dora.core.commands import AdmitGroup
 from dora.core.ids import VersionId
 from dora.core.occupancy import begin, footprint_of
 from dora.core.state import State
-from dora.core.tables import Group, Instance
+from dora.core.tables import Group, Server
 from dora.core.versions import Version
 
 
@@ -57,12 +57,12 @@ def why_not_admitted(state: State) -> Refusal | None:
     if version is None:
         return Refusal.ENDED if state.finished else Refusal.NO_VERSION
     entry = state.entry(version)
-    takers = [instance for instance in entry.serving.values() if instance.takes_work]
+    takers = [instance for instance in entry.serving.values() if instance.takes_work(version)]
     roomiest = min(takers, key=lambda i: (i.load(), i.id), default=None)
     return why_not(state, version) or _why_no_room(state, entry, roomiest)
 
 
-def _why_no_room(state: State, entry: Version, instance: Instance | None) -> Refusal | None:
+def _why_no_room(state: State, entry: Version, instance: Server | None) -> Refusal | None:
     """Return the first reason why the version's least loaded instance gets no new group; a prompt must be available."""
     if instance is None:
         return Refusal.NO_INSTANCE
@@ -94,14 +94,16 @@ def may_refill(state: State, entry: Version) -> bool:
     return newest is not None and bool(state.entry(newest).serving) and oldest < entry.number < newest
 
 
-def _has_its_share(state: State, instance: Instance, entry: Version) -> bool:
-    """Whether an instance has its share of the version's requests; instances that are to load it have shares, too."""
+def _has_its_share(state: State, instance: Server, entry: Version) -> bool:
+    """Whether an instance has its share of the requests of all versions that it serves; instances that are to load this
+    one have shares, too."""
     if not entry.loading or state.settings.rules.batched or not state.settings.orchestration.tail_care:
         return False
     if instance.is_empty:
         return False
     servers = len(entry.serving) + entry.loading + len(state.vacant)  # no vacant instance serves this version
-    wanted = entry.unfinished + num_admissible(state, entry.number) * state.settings.group_size
+    sharing = state.window.entries.values() if instance.is_shared else (entry,)
+    wanted = sum([e.unfinished for e in sharing]) + num_admissible(state, entry.number) * state.settings.group_size
     return instance.num_requests * servers >= wanted
 
 
@@ -119,12 +121,12 @@ def admit(state: State, entry: Version) -> None:
             return  # every slot is taken
 
 
-def _admit_one(state: State, entry: Version, instance: Instance) -> None:
+def _admit_one(state: State, entry: Version, instance: Server) -> None:
     """Admit the next prompt as a group of this version, and dispatch as many of its siblings as there is room for."""
     group = _enter(state, entry)
     footprint = footprint_of(state, group.num_prompt_tokens, 0)
     waiting = group.trajectories[::-1]
-    home: Instance | None = instance
+    home: Server | None = instance
     while waiting and home is not None:
         if home.has_room(footprint):
             begin(state, waiting.pop(), home, footprint=footprint)

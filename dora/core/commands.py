@@ -54,11 +54,28 @@ class GradeTrajectory(Command, frozen=True):
 
 
 class PushWeights(Command, frozen=True):
-    """Load a version into an instance and read it back → WeightPushFinished | WeightPushFailed."""
+    """Load a version into an instance and read it back → WeightPushFinished | WeightPushFailed.
+
+    An adapter is loaded beside others, while requests run, under a name of its own: the attempt is part of it, and the
+    start of the controller, as an instance that has left may come back under its number. No name or path is used again,
+    so that a load that was given up cannot pass for another.
+    """
+
+    instance: InstanceId
+    attempt: int  #: a number that no other push or unload of the instance has
+    version: VersionId
+
+
+class UnloadVersion(Command, frozen=True):
+    """Unload an adapter, which no request uses → VersionUnloaded | VersionUnloadFailed.
+
+    The load may have failed: then it is not known whether the server has the adapter.
+    """
 
     instance: InstanceId
     attempt: int
     version: VersionId
+    load: int  #: attempt of the PushWeights that loaded it
 
 
 class TrainMicroBatch(Command, frozen=True):
@@ -210,6 +227,7 @@ AnyCommand = (
     | CallEnvironment
     | GradeTrajectory
     | PushWeights
+    | UnloadVersion
     | TrainMicroBatch
     | RestartTrainer
     | CondemnInstance

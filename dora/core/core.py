@@ -52,6 +52,8 @@ HANDLERS: Final[dict[type[ev.Event], Callable[[State, Any], None]]] = {
     ev.KvPressureReported: on_instances.on_kv_pressure_reported,
     ev.WeightPushFinished: on_instances.on_weight_push_finished,
     ev.WeightPushFailed: on_instances.on_weight_push_failed,
+    ev.VersionUnloaded: on_instances.on_version_unloaded,
+    ev.VersionUnloadFailed: on_instances.on_version_unload_failed,
     ev.PromptsArrived: on_requests.on_prompts_arrived,
     ev.GenerationFinished: on_requests.on_generation_finished,
     ev.GenerationStopped: on_requests.on_generation_stopped,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from dora.core.commands import FetchPrompts, FinishRun, ReleaseVersion
-from dora.core.dispatch import fill, start_evaluation, want_evaluation
+from dora.core.dispatch import fill, fill_shared, start_evaluation, want_evaluation
 from dora.core.ids import GroupId, VersionId
 from dora.core.moves import dismiss
 from dora.core.phases import Decision
@@ -36,7 +36,11 @@ def settle(state: State) -> None:
         while agenda.versions or agenda.place:
             state.cause = _DISPATCH
             while agenda.versions:
-                fill(state, agenda.versions.popitem()[0])
+                if state.settings.adapters:
+                    agenda.versions.clear()
+                    fill_shared(state)
+                else:
+                    fill(state, agenda.versions.popitem()[0])
             if agenda.place:
                 agenda.place = False
                 state.cause = _PLACE

@@ -31,7 +31,11 @@ class Event(msgspec.Struct, frozen=True, gc=False, tag=True, forbid_unknown_fiel
 
 class InstanceUp(Event, frozen=True):
     """A server answers and can load weights. The weights it holds count as unknown, unless it was taken over with a
-    version of this run: its node kept it running, and nothing runs on it now."""
+    version of this run: its node kept it running, and nothing runs on it now.
+
+    With adapters it has room for `Settings.num_holdings` of them, and has none: those that an earlier controller loaded
+    are unloaded before.
+    """
 
     instance: InstanceId
     incarnation: int  #: counts the times it came up; events of an older one are ignored
@@ -84,6 +88,25 @@ class WeightPushFailed(Event, frozen=True):
     instance: InstanceId
     attempt: int
     reason: str
+
+
+class VersionUnloaded(Event, frozen=True):
+    """The instance does not have the adapter of the UnloadVersion any more, or never had it."""
+
+    instance: InstanceId
+    attempt: int
+
+
+class VersionUnloadFailed(Event, frozen=True):
+    """The unload failed, or its result is unknown.
+
+    `disproved`: the server does not compute what the adapter computes, so its answers may have come from another one.
+    """
+
+    instance: InstanceId
+    attempt: int
+    reason: str
+    disproved: bool = False
 
 
 class InstanceRemoved(Event, frozen=True):
@@ -304,6 +327,8 @@ AnyEvent = (
     | StopRequested
     | WeightPushFinished
     | WeightPushFailed
+    | VersionUnloaded
+    | VersionUnloadFailed
     | PromptsArrived
     | GenerationFinished
     | GenerationStopped

@@ -25,7 +25,7 @@ from dora.core.phases import (
     WeightsPhase,
 )
 from dora.core.state import State
-from dora.core.tables import Trajectory
+from dora.core.tables import Server, Trajectory
 from dora.errors import InvariantViolation
 
 _WAITING = TrajectoryPhase.WAITING
@@ -34,6 +34,9 @@ _STOPPING = TrajectoryPhase.STOPPING
 _CALLING = TrajectoryPhase.CALLING
 _GRADED = TrajectoryPhase.GRADED
 _SEATED = DECODING | {_CALLING}
+#: Phases of a server's only holding, and of several holdings.
+_OF_FULL_WEIGHTS = frozenset(WeightsPhase) - {WeightsPhase.UNLOADING}
+_OF_ADAPTERS = frozenset(WeightsPhase) - {WeightsPhase.DRAINING, WeightsPhase.UPDATING}
 
 
 def check(state: State) -> None:
@@ -56,9 +59,9 @@ def _one_version(state: State) -> None:
     for i in state.instances.values():
         versions = {t.version for t in i.residents.values() if t.group is None or not in_flight}
         if versions:
-            _require(i.weights in HOLDS_VERSION, "C1: instance {} is {} with trajectories resident", i.id, i.weights)
-            _require(versions == {i.version}, "C1: instance {} holds {}, its residents {}", i.id, i.version, versions)
-        if i.pushing is not None:
+            held = {h.version for h in i.holdings}
+            _require(versions <= held, "C1: instance {} holds {}, its residents {}", i.id, held, versions)
+        if i.is_updating:
             _require(i.is_empty or in_flight, f"C1: instance {i.id} is pushed while not empty")
     for g in state.ledger.groups.values():
         versions = {t.version for t in g.trajectories if not in_flight or t.phase in UNFINISHED}
@@ -141,24 +144,38 @@ def _instances(state: State) -> None:
         _require(not astray, "instance {}: trajectories {} are not decoded there", i.id, astray)
         astray = [t.id for t in i.reserved.values() if t.target is not i or t.phase is not _STOPPING]
         _require(not astray, "instance {}: trajectories {} do not move there", i.id, astray)
-        is_lost = i.weights is WeightsPhase.LOST
-        idle = not held and i.version is None and i.pushing is None
-        _require(idle or not is_lost, "instance {} is lost but not empty", i.id)
-        busy = i.num_training or i.reserved or i.condemned or i.pushing is not None
-        vacant = not (busy or is_lost or not i.is_member)
+        _require(not (held and i.is_lost), "instance {} is lost but not empty", i.id)
+        busy = i.num_training or i.reserved or i.condemned or i.is_shared or i.full.pushing is not None
+        vacant = not (busy or i.is_lost or not i.is_member)
         _require((i.id in state.vacant) == vacant, "instance {}: vacant should be {}", i.id, vacant)
-        _require((i.pushing is not None) == (i.weights in PUSHING), "instance {} is {} without a push", i.id, i.weights)
-        _require(i.is_member or i.weights is not WeightsPhase.DRAINING, "instance {} drains for nothing", i.id)
+        _holdings(i)
+        _require(len(i.holdings) == state.settings.num_holdings, "instance {}: {} holdings", i.id, len(i.holdings))
     drained = {i.id for i in state.instances.values() if not i.is_member}
     _require(drained == set(state.drained), "drained instances {}, should be {}", set(state.drained), drained)
     leaving = {i.id for i in state.instances.values() if i.membership is Membership.LEAVING}
     _require(leaving == set(state.leaving), "leaving instances {}, should be {}", set(state.leaving), leaving)
-    up = [i for i in state.instances.values() if i.weights is not WeightsPhase.LOST and i.is_member]
+    up = [i for i in state.instances.values() if not i.is_lost and i.is_member]
     _require(len(up) == state.num_up, "instances that are up do not add up")
     _require(sum(i.slots for i in up) == state.num_slots, "slots do not add up")
     _require(sum(i.kv_tokens for i in up) == state.num_kv_tokens, "KV room does not add up")
-    draining = sum(i.weights is WeightsPhase.DRAINING for i in state.instances.values())
+    draining = sum(h.phase is WeightsPhase.DRAINING for i in state.instances.values() for h in i.holdings)
     _require(draining == state.num_draining, "draining instances do not add up")
+
+
+def _holdings(i: Server) -> None:
+    """Check the holdings of an instance: each adapter is in one of them."""
+    for h in i.holdings:
+        _require((h.phase is WeightsPhase.LOST) == i.is_lost, "instance {}: lost, but not all of it", i.id)
+        _require((h.version is not None) == (h.phase in HOLDS_VERSION), "instance {}: {} with a version", i.id, h)
+        _require((h.pushing is not None) == (h.phase in PUSHING), "instance {}: {} without a push", i.id, h)
+        _require(i.is_member or h.phase is not WeightsPhase.DRAINING, "instance {} drains for nothing", i.id)
+        _require(h.phase in (_OF_ADAPTERS if i.is_shared else _OF_FULL_WEIGHTS), "instance {}: {}", i.id, h)
+        has_adapter = i.is_shared and h.phase not in (WeightsPhase.BLANK, WeightsPhase.LOST)
+        _require((h.adapter is not None) == has_adapter, "instance {}: {} with adapter {}", i.id, h, h.adapter)
+        known = {h.version, h.pushing, h.adapter} - {None}
+        _require(len(known) <= 1, "instance {}: {} with adapter {}", i.id, h, h.adapter)
+    adapters = [h.adapter for h in i.holdings if h.adapter is not None]
+    _require(len(adapters) == len(set(adapters)), "instance {} has an adapter twice: {}", i.id, adapters)
 
 
 def _versions(state: State) -> None:
@@ -175,8 +192,11 @@ def _versions(state: State) -> None:
     kv_load: Counter[int] = Counter()
     for t in chain.from_iterable([i.residents.values() for i in state.instances.values()]):
         kv_load[t.version] += t.footprint
-    loading = Counter(i.pushing for i in state.instances.values() if i.pushing is not None)
+    holdings = [(i, h) for i in state.instances.values() for h in i.holdings]
+    loading = Counter(h.pushing for _, h in holdings if h.pushing is not None)
+    held = Counter(h.adapter for _, h in holdings if h.adapter is not None)
     _require(sum(loading.values()) == state.pushes, "pushes in flight do not add up")
+    _require(held.keys() <= state.window.entries.keys(), "released, but on servers: {}", held.keys())
     for v, e in state.window.entries.items():
         _require(e.groups == groups[v], "version {}: {} groups counted, {} found", v, e.groups, groups[v])
         _require(e.unfinished == unfinished[v], "version {}: {} unfinished, {} found", v, e.unfinished, unfinished[v])
@@ -184,8 +204,8 @@ def _versions(state: State) -> None:
         _require(e.away_tokens == away_tokens[v], "version {}: tokens away", v)
         _require(e.num_waiting == waiting[v], "version {}: {} waiting counted, {} found", v, e.num_waiting, waiting[v])
         _require(e.loading == loading[v], "version {}: pushes", v)
-        holders = [i for i in state.instances.values() if i.version == v]
-        serving = {i.id for i in holders if i.weights in HOLDS_VERSION and i.is_member}
+        _require(e.held == held[v], "version {}: {} adapters counted, {} found", v, e.held, held[v])
+        serving = {i.id for i, h in holdings if h.version == v and h.phase in HOLDS_VERSION and i.is_member}
         _require(e.serving.keys() == serving, "version {}: serving {}, should be {}", v, e.serving.keys(), serving)
         _require(e.kv_load == kv_load[v], "version {}: kv_load", v)
 

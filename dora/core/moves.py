@@ -19,12 +19,14 @@ from dora.core.occupancy import (
     reserve,
     serve,
     stop,
+    takes_less,
     unhold,
+    unlist,
 )
 from dora.core.phases import Membership, TrajectoryPhase, WeightsPhase
 from dora.core.state import State
 from dora.core.strategies import SILENCE
-from dora.core.tables import Instance, Trajectory
+from dora.core.tables import Server, Trajectory
 
 _CALLING: Final = TrajectoryPhase.CALLING
 
@@ -32,36 +34,38 @@ _CALLING: Final = TrajectoryPhase.CALLING
 PROGRESS_CHECK_S: Final = 10.0
 
 
-def drain(state: State, instance: Instance) -> None:
+def drain(state: State, instance: Server) -> None:
     """Give an instance no more work; its residents move where there is room, and otherwise finish there (C2)."""
-    if instance.weights is not WeightsPhase.LOST:
+    if not instance.is_lost:
         count_in_fleet(state, instance, sign=-1)
-    if instance.weights is WeightsPhase.DRAINING:
-        instance.move(WeightsPhase.SERVING, state.cause)
-        state.num_draining -= 1
+    for holding in instance.holdings:
+        if holding.phase is WeightsPhase.DRAINING:
+            holding.move(WeightsPhase.SERVING, state.cause, instance=instance)
+            state.num_draining -= 1
+        unlist(state, instance, holding)
     instance.change(Membership.DRAINED, state.cause)
     state.drained[instance.id] = instance
     state.vacant.pop(instance.id, None)
-    entry = state.window.entries.get(instance.version) if instance.version is not None else None
-    if entry is not None:
-        entry.serving.pop(instance.id, None)
+    takes_less(state, instance)
     evacuate(state, instance)
 
 
-def recall(state: State, instance: Instance) -> None:
+def recall(state: State, instance: Server) -> None:
     """Let an instance take part again, with the version that it holds."""
     instance.change(Membership.MEMBER, state.cause)
     del state.drained[instance.id]
     state.leaving.pop(instance.id, None)
-    if instance.weights is WeightsPhase.LOST:
+    if instance.is_lost:
         return
     count_in_fleet(state, instance)
-    if instance.weights is WeightsPhase.SERVING:
-        serve(state, instance)
+    for holding in instance.holdings:
+        if holding.phase is WeightsPhase.SERVING:
+            serve(state, instance, holding)
+    state.agenda.place = state.agenda.place or instance.is_shared
     freed(state, instance)
 
 
-def evacuate(state: State, instance: Instance) -> None:
+def evacuate(state: State, instance: Server) -> None:
     """Move residents to peers of their version that have room, longest first."""
     for trajectory in sorted(instance.residents.values(), key=lambda t: (-t.footprint, t.id)):
         if trajectory.phase is TrajectoryPhase.RESIDENT:
@@ -72,14 +76,14 @@ def evacuate(state: State, instance: Instance) -> None:
             move_call(state, trajectory, peer_for(state, trajectory))
 
 
-def move_call(state: State, trajectory: Trajectory, target: Instance | None) -> None:
+def move_call(state: State, trajectory: Trajectory, target: Server | None) -> None:
     """Move a calling trajectory's slot to a peer, at once, because none of its requests runs; without a peer, free the
     slot."""
     unhold(state, trajectory)
     hold(state, trajectory, target)
 
 
-def relieve(state: State, instance: Instance) -> None:
+def relieve(state: State, instance: Server) -> None:
     """Move the smallest resident of an instance under KV pressure to the least loaded peer, if that has room."""
     movable = [t for t in instance.residents.values() if t.phase is TrajectoryPhase.RESIDENT]
     if len(movable) < 2:
@@ -90,12 +94,13 @@ def relieve(state: State, instance: Instance) -> None:
         reserve(state, smallest, target)
 
 
-def vacate(state: State, instance: Instance) -> None:
+def vacate(state: State, instance: Server) -> None:
     """Drain an instance of its evaluation samples; they keep their tokens and wait for another of its version."""
-    if instance.weights is WeightsPhase.SERVING:
-        instance.move(WeightsPhase.DRAINING, state.cause)
+    holding = instance.full
+    if holding.phase is WeightsPhase.SERVING:
+        holding.move(WeightsPhase.DRAINING, state.cause, instance=instance)
         state.num_draining += 1
-    elif instance.weights is not WeightsPhase.DRAINING:
+    elif holding.phase is not WeightsPhase.DRAINING:
         return
     for trajectory in [t for t in instance.residents.values() if t.group is None]:
         if trajectory.phase is TrajectoryPhase.RESIDENT:
@@ -104,26 +109,27 @@ def vacate(state: State, instance: Instance) -> None:
             move_call(state, trajectory, None)
 
 
-def undrain(state: State, instance: Instance) -> None:
+def undrain(state: State, instance: Server) -> None:
     """Let a draining instance that no other version needs serve its own version again."""
-    if instance.weights is WeightsPhase.DRAINING and instance.is_empty and instance.version is not None:
-        instance.move(WeightsPhase.SERVING, state.cause)
+    holding = instance.full
+    if holding.phase is WeightsPhase.DRAINING and instance.is_empty and holding.version is not None:
+        holding.move(WeightsPhase.SERVING, state.cause, instance=instance)
         state.num_draining -= 1
-        state.agenda.fill(instance.version)
-        if instance.version in state.window.entries:
-            state.entry(instance.version).offer(instance)
+        state.agenda.fill(holding.version)
+        if holding.version in state.window.entries:
+            state.entry(holding.version).offer(instance, holding)
 
 
 def dismiss(state: State) -> None:
     """Dismiss the leaving instances that are empty."""
     for instance in list(state.leaving.values()):
-        if instance.is_empty and instance.pushing is None:
+        if instance.is_empty and not instance.has_orders:
             del state.leaving[instance.id]
             instance.change(Membership.DISMISSED, state.cause)
             state.out.append(DismissInstance(instance.id))
 
 
-def check_progress(state: State, instance: Instance) -> None:
+def check_progress(state: State, instance: Server) -> None:
     """Process an instance's progress reports; condemn it if none of its residents got a token for too long.
 
     A resident that is calling expects no token.
@@ -150,7 +156,7 @@ def check_progress(state: State, instance: Instance) -> None:
         _start_again(state, trajectory, instance)
 
 
-def _start_again(state: State, trajectory: Trajectory, instance: Instance) -> None:
+def _start_again(state: State, trajectory: Trajectory, instance: Server) -> None:
     """Move a trajectory whose request gets no tokens, unlike others, to a peer; without a peer, request it again."""
     if trajectory.phase is TrajectoryPhase.STOPPING:
         limit_s = SILENCE * state.settings.watchdog_s

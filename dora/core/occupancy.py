@@ -6,12 +6,13 @@ without a slot during a call, so that the counters of instance, version and eval
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from dora.core.commands import CondemnInstance, Generate, StopRequest
 from dora.core.phases import TrajectoryPhase, WeightsPhase
 from dora.core.state import State, fail
-from dora.core.tables import Instance, Trajectory
+from dora.core.tables import Holding, Server, Trajectory
 
 #: The expected length of an answer longer than the mean, as a multiple of its tokens.
 GROWTH: Final = 1.25
@@ -19,7 +20,6 @@ GROWTH: Final = 1.25
 _RESIDENT: Final = TrajectoryPhase.RESIDENT  # globals: see tables.py
 _STOPPING: Final = TrajectoryPhase.STOPPING
 _WAITING: Final = TrajectoryPhase.WAITING
-_LOST: Final = WeightsPhase.LOST
 
 
 def footprint_of(state: State, num_prompt_tokens: int, num_tokens: int) -> int:
@@ -30,7 +30,7 @@ def footprint_of(state: State, num_prompt_tokens: int, num_tokens: int) -> int:
     return num_prompt_tokens + num_tokens + int(state.kv_reserve * (expected - num_tokens))
 
 
-def begin(state: State, trajectory: Trajectory, instance: Instance, *, footprint: int) -> None:
+def begin(state: State, trajectory: Trajectory, instance: Server, *, footprint: int) -> None:
     """Make a trajectory resident on an instance of its version, and order its request."""
     trajectory.attempt += 1
     trajectory.move(_RESIDENT, state.cause)
@@ -44,7 +44,7 @@ def begin(state: State, trajectory: Trajectory, instance: Instance, *, footprint
     )
 
 
-def seat(state: State, trajectory: Trajectory, instance: Instance, *, footprint: int) -> None:
+def seat(state: State, trajectory: Trajectory, instance: Server, *, footprint: int) -> None:
     """Give a trajectory a slot and KV on an instance of its version."""
     trajectory.instance = instance
     trajectory.footprint = footprint
@@ -62,7 +62,7 @@ def seat(state: State, trajectory: Trajectory, instance: Instance, *, footprint:
             instance.progress_at = state.now
 
 
-def end(state: State, trajectory: Trajectory) -> Instance:
+def end(state: State, trajectory: Trajectory) -> Server:
     """Remove a trajectory from its instance, and return the instance."""
     instance = trajectory.instance
     assert instance is not None
@@ -75,7 +75,7 @@ def end(state: State, trajectory: Trajectory) -> Instance:
     return instance
 
 
-def hold(state: State, trajectory: Trajectory, instance: Instance | None) -> None:
+def hold(state: State, trajectory: Trajectory, instance: Server | None) -> None:
     """Give a calling trajectory a slot and KV on `instance`, unless that is None or does not serve its version."""
     if instance is not None and instance.serves(trajectory.version):
         footprint = footprint_of(state, trajectory.num_prompt_tokens, trajectory.num_tokens)
@@ -85,7 +85,7 @@ def hold(state: State, trajectory: Trajectory, instance: Instance | None) -> Non
         _count_away(state, trajectory, 1)
 
 
-def unhold(state: State, trajectory: Trajectory) -> Instance | None:
+def unhold(state: State, trajectory: Trajectory) -> Server | None:
     """Take its slot and KV from a calling trajectory; return their instance, or None if it had no slot."""
     if trajectory.instance is not None:
         return end(state, trajectory)
@@ -105,23 +105,31 @@ def _count_away(state: State, trajectory: Trajectory, count: int) -> None:
             entry.quiet_since = state.now
 
 
-def freed(state: State, instance: Instance) -> None:
+def freed(state: State, instance: Server) -> None:
     """Note that an instance has more room than before."""
-    version = instance.version
-    if version is not None:
-        entry = state.window.entries.get(version)
-        if entry is not None:
-            entry.offer(instance)
-            state.agenda.fill(version)
-        if version != state.window.newest:
-            state.agenda.repack = True
-    busy = instance.num_training or instance.reserved or instance.condemned or instance.pushing is not None
-    if not busy and instance.is_member and instance.weights is not _LOST:
+    for holding in instance.holdings:
+        version = holding.version
+        if version is not None:
+            entry = state.window.entries.get(version)
+            if entry is not None:
+                entry.offer(instance, holding)
+                state.agenda.fill(version)
+            if version != state.window.newest:
+                state.agenda.repack = True
+    if instance.num_training or instance.reserved or instance.condemned or instance.is_shared:
+        return
+    if instance.full.pushing is None and instance.is_member and not instance.is_lost:
         state.vacant[instance.id] = instance
         state.agenda.place = True
 
 
-def reserve(state: State, trajectory: Trajectory, target: Instance) -> None:
+def takes_less(state: State, instance: Server) -> None:
+    """Note that an instance takes no more work: what only lacked room there holds up other versions no longer."""
+    if instance.is_shared and state.window.newest is not None:
+        state.agenda.fill(state.window.newest)
+
+
+def reserve(state: State, trajectory: Trajectory, target: Server) -> None:
     """Start a move: reserve a slot and KV on the target, then stop the request on the source."""
     trajectory.target = target
     target.reserve(trajectory)
@@ -129,7 +137,7 @@ def reserve(state: State, trajectory: Trajectory, target: Instance) -> None:
     stop(state, trajectory)
 
 
-def unreserve(state: State, trajectory: Trajectory) -> Instance | None:
+def unreserve(state: State, trajectory: Trajectory) -> Server | None:
     """End a trajectory's reservation, if it has one, and return its target."""
     target = trajectory.target
     if target is not None:
@@ -157,7 +165,7 @@ def stop(state: State, trajectory: Trajectory) -> None:
     state.out.append(StopRequest(trajectory.id, trajectory.attempt, trajectory.instance.id))
 
 
-def outgrow(state: State, trajectory: Trajectory, instance: Instance) -> None:
+def outgrow(state: State, trajectory: Trajectory, instance: Server) -> None:
     """Account for the KV of an answer that has grown, on its instance and on its target."""
     grown = footprint_of(state, trajectory.num_prompt_tokens, trajectory.num_tokens) - trajectory.footprint
     if grown <= 0:
@@ -169,7 +177,7 @@ def outgrow(state: State, trajectory: Trajectory, instance: Instance) -> None:
         trajectory.target.kv_load += grown
 
 
-def peer_for(state: State, trajectory: Trajectory) -> Instance | None:
+def peer_for(state: State, trajectory: Trajectory) -> Server | None:
     """Return the least loaded other instance of the trajectory's version, if it has room."""
     for peer in state.entry(trajectory.version).roomiest_few(2):
         if peer is not trajectory.instance:
@@ -188,34 +196,40 @@ def take_count(state: State, trajectory: Trajectory, num_tokens: int) -> None:
     trajectory.num_tokens = num_tokens
 
 
-def count_in_fleet(state: State, instance: Instance, *, sign: int = 1) -> None:
+def count_in_fleet(state: State, instance: Server, *, sign: int = 1) -> None:
     """Add an instance to the fleet totals, or subtract it (-1)."""
     state.num_up += sign
     state.num_slots += sign * instance.slots
     state.num_kv_tokens += sign * instance.kv_tokens
 
 
-def serve(state: State, instance: Instance) -> None:
-    """List an instance as serving the version that it holds, if the version is still needed."""
-    assert instance.version is not None
-    if instance.version in state.window.entries:
-        state.entry(instance.version).serving[instance.id] = instance
+def serve(state: State, instance: Server, holding: Holding) -> None:
+    """List an instance as serving the version of a holding, if the version is still needed."""
+    assert holding.version is not None
+    holding.room_key = math.inf  # what the heap may have of it is stale
+    if holding.version in state.window.entries:
+        state.entry(holding.version).serving[instance.id] = instance
 
 
-def leave_serving(state: State, instance: Instance) -> None:
-    """Note that an instance no longer holds its version."""
-    if instance.weights is WeightsPhase.DRAINING:
+def unlist(state: State, instance: Server, holding: Holding) -> None:
+    """List an instance no longer as serving the version of a holding."""
+    entry = state.window.entries.get(holding.version) if holding.version is not None else None
+    if entry is not None:
+        entry.serving.pop(instance.id, None)
+
+
+def leave_serving(state: State, instance: Server, holding: Holding) -> None:
+    """Note that a holding no longer has its version."""
+    if holding.phase is WeightsPhase.DRAINING:
         state.num_draining -= 1
-    if instance.version is not None:
-        entry = state.window.entries.get(instance.version)
-        if entry is not None:
-            entry.serving.pop(instance.id, None)
-    instance.version = None
+    unlist(state, instance, holding)
+    holding.version = None
 
 
-def condemn(state: State, instance: Instance, reason: str) -> None:
+def condemn(state: State, instance: Server, reason: str) -> None:
     """Order that an instance be declared lost; until then it gets no work."""
     if not instance.condemned:
         instance.condemned = True
+        takes_less(state, instance)
         state.vacant.pop(instance.id, None)
         state.out.append(CondemnInstance(instance.id, instance.incarnation, reason))

@@ -17,7 +17,7 @@ from dora.core.occupancy import begin, end, footprint_of, hold, take_count, unho
 from dora.core.on_requests import check_spans, decoding, graded
 from dora.core.phases import TrajectoryPhase
 from dora.core.state import State
-from dora.core.tables import Instance, Trajectory
+from dora.core.tables import Server, Trajectory
 
 _STOPPING: Final = TrajectoryPhase.STOPPING
 _CALLING: Final = TrajectoryPhase.CALLING
@@ -47,7 +47,7 @@ def on_call_started(state: State, event: ev.CallStarted) -> None:
         _hold_for_a_while(state, trajectory, kept)
 
 
-def _hold_for_a_while(state: State, trajectory: Trajectory, instance: Instance | None) -> None:
+def _hold_for_a_while(state: State, trajectory: Trajectory, instance: Server | None) -> None:
     """Keep the slot for as long as a prefill on another instance would cost, times the chance that one is necessary.
 
     All slots of an instance wait for a prefill, so its cost in slot-seconds is its duration times the slots. How long
@@ -61,13 +61,13 @@ def _hold_for_a_while(state: State, trajectory: Trajectory, instance: Instance |
         until += context * state.settings.prefill_s_per_token * instance.slots * elsewhere
     hold(state, trajectory, instance if until > state.now else None)
     if trajectory.instance is not None:
-        heappush(state.holding, (until, trajectory.id, trajectory.attempt))
+        heappush(state.holds, (until, trajectory.id, trajectory.attempt))
 
 
 def let_slots_go(state: State) -> None:
     """Free the slots that calling trajectories have kept for long enough."""
-    while state.holding and state.holding[0][0] <= state.now:
-        _, id, attempt = heappop(state.holding)
+    while state.holds and state.holds[0][0] <= state.now:
+        _, id, attempt = heappop(state.holds)
         trajectory = state.trajectories.get(id)
         if trajectory is not None and trajectory.attempt == attempt and trajectory.instance is not None:
             move_call(state, trajectory, None)
@@ -109,7 +109,7 @@ def on_call_finished(state: State, event: ev.CallFinished) -> None:
         wait(state, trajectory)
 
 
-def _next_turn(state: State, trajectory: Trajectory, instance: Instance) -> None:
+def _next_turn(state: State, trajectory: Trajectory, instance: Server) -> None:
     """Continue on the instance that kept the slot."""
     if all(t.phase is _CALLING for t in instance.residents.values()):
         instance.progress_at = state.now  # nothing was to be decoded there

@@ -6,7 +6,7 @@ from typing import Final
 
 from dora.core import events as ev
 from dora.core.endings import go_on
-from dora.core.ids import TrajectoryId
+from dora.core.ids import InstanceId, TrajectoryId
 from dora.core.moves import move_call, relieve
 from dora.core.occupancy import (
     condemn,
@@ -15,14 +15,16 @@ from dora.core.occupancy import (
     freed,
     leave_serving,
     take_count,
+    takes_less,
     unreserve,
 )
-from dora.core.phases import TrajectoryPhase, WeightsPhase
-from dora.core.pushes import confirmed, failed, push_ended, resumed, timed
+from dora.core.phases import IN_FLIGHT, TrajectoryPhase, WeightsPhase
+from dora.core.pushes import confirmed, failed, let_adapter_go, push_ended, resumed, timed
 from dora.core.state import State
-from dora.core.tables import Instance
+from dora.core.tables import Holding, Server
 
-#: Delays before a failed push is repeated, in seconds; if the push after the last delay fails, a condemnation follows.
+#: Delays in seconds before a failed push is repeated or, of an adapter, an unload follows; if one fails after the last
+#: delay, a condemnation follows.
 PUSH_BACKOFF_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 
 
@@ -30,30 +32,37 @@ def on_instance_up(state: State, event: ev.InstanceUp) -> None:
     if event.instance in state.removed:
         state.counters.late_completions += 1
         return
-    instance = state.instances.get(event.instance) or Instance(event.instance)
-    if instance.weights is not WeightsPhase.LOST or event.incarnation <= instance.incarnation:
+    instance = state.instances.get(event.instance) or _new(state, event.instance)
+    if not instance.is_lost or event.incarnation <= instance.incarnation:
         state.counters.late_completions += 1
         return
     state.instances[instance.id] = instance
     instance.incarnation = event.incarnation
     instance.slots = event.slots
     instance.kv_tokens = event.kv_tokens
-    instance.failures = 0
-    instance.retry_at = 0.0
+    for holding in instance.holdings:
+        holding.failures = 0
+        holding.retry_at = 0.0
     if instance.is_member:
         count_in_fleet(state, instance)
     entry = state.window.entries.get(event.version) if event.version is not None else None
-    if entry is not None and entry.digest == event.digest:
-        confirmed(state, instance, entry.number)
+    if entry is not None and entry.digest == event.digest and not instance.is_shared:
+        confirmed(state, instance, instance.full, entry.number)
         state.given_away.pop(entry.number, None)
     else:
-        instance.move(WeightsPhase.BLANK, state.cause)
+        for holding in instance.holdings:
+            holding.move(WeightsPhase.BLANK, state.cause, instance=instance)
+        state.agenda.place = state.agenda.place or instance.is_shared
     freed(state, instance)
+
+
+def _new(state: State, id: InstanceId) -> Server:
+    return Server(id, [Holding(number=number) for number in range(state.settings.num_holdings)])
 
 
 def on_instance_lost(state: State, event: ev.InstanceLost) -> None:
     instance = state.instances.get(event.instance)
-    if instance is None or instance.incarnation != event.incarnation or instance.weights is WeightsPhase.LOST:
+    if instance is None or instance.incarnation != event.incarnation or instance.is_lost:
         state.counters.late_completions += 1
         return
     drop_instance(state, instance, event.num_tokens)
@@ -64,14 +73,14 @@ def on_instance_removed(state: State, event: ev.InstanceRemoved) -> None:
     if instance is None:
         state.counters.late_completions += 1
         return
-    if instance.weights is not WeightsPhase.LOST:
+    if not instance.is_lost:
         drop_instance(state, instance, {})
     state.drained.pop(instance.id, None)
     state.leaving.pop(instance.id, None)
     state.removed.add(instance.id)
 
 
-def drop_instance(state: State, instance: Instance, num_tokens: dict[TrajectoryId, int]) -> None:
+def drop_instance(state: State, instance: Server, num_tokens: dict[TrajectoryId, int]) -> None:
     """Mark an instance as lost; its residents continue elsewhere from the tokens already streamed."""
     for trajectory in list(instance.reserved.values()):
         unreserve(state, trajectory)  # it is still on its source, and is queued once it stops there
@@ -84,15 +93,18 @@ def drop_instance(state: State, instance: Instance, num_tokens: dict[TrajectoryI
         take_count(state, trajectory, num_tokens.get(trajectory.id, known))
         unreserve(state, trajectory)
         end(state, trajectory)
-    if instance.pushing is not None:
-        push_ended(state, instance)
-    leave_serving(state, instance)
-    instance.move(WeightsPhase.LOST, state.cause)
+    for holding in instance.holdings:
+        if holding.pushing is not None:
+            push_ended(state, holding)
+        leave_serving(state, instance, holding)
+        let_adapter_go(state, holding)
+        holding.move(WeightsPhase.LOST, state.cause, instance=instance)
     if instance.is_member:
         count_in_fleet(state, instance, sign=-1)
     instance.reported = {}
     instance.condemned = instance.pressed = False
     state.vacant.pop(instance.id, None)
+    takes_less(state, instance)
     for trajectory in residents:
         trajectory.attempt += 1  # later events of the lost request are ignored
         state.counters.recovered += 1
@@ -119,44 +131,76 @@ def on_prefill_reported(state: State, event: ev.PrefillReported) -> None:
 
 def on_kv_pressure_reported(state: State, event: ev.KvPressureReported) -> None:
     instance = state.instances.get(event.instance)
-    if instance is None or instance.weights is WeightsPhase.LOST or instance.pressed == event.pressed:
+    if instance is None or instance.is_lost or instance.pressed == event.pressed:
         return
     instance.pressed = event.pressed
     if event.pressed:
         relieve(state, instance)
+        takes_less(state, instance)
     else:
         freed(state, instance)
 
 
-def on_weight_push_finished(state: State, event: ev.WeightPushFinished) -> None:
+def _answered(
+    state: State, event: ev.WeightPushFinished | ev.WeightPushFailed | ev.VersionUnloaded | ev.VersionUnloadFailed
+) -> tuple[Server, Holding] | None:
+    """Return the instance and the holding of the push or unload that an event answers, or None if the event is late."""
     instance = state.instances.get(event.instance)
-    if instance is None or instance.attempt != event.attempt or instance.pushing is None:
-        state.counters.late_completions += 1
+    if instance is not None:
+        for holding in instance.holdings:
+            if holding.attempt == event.attempt and holding.phase in IN_FLIGHT:
+                return instance, holding
+    state.counters.late_completions += 1
+    return None
+
+
+def on_weight_push_finished(state: State, event: ev.WeightPushFinished) -> None:
+    if (found := _answered(state, event)) is None:
         return
-    if instance.pushing != event.version:
-        reason = f"it was given version {instance.pushing} and reads back {event.version}"
-        on_weight_push_failed(state, ev.WeightPushFailed(event.at, event.instance, event.attempt, reason))
+    instance, holding = found
+    if holding.pushing != event.version:
+        reason = f"it was given version {holding.pushing} and reads back {event.version}"
+        _push_failed(state, instance, holding, reason)
         return
-    timed(state, instance)
-    push_ended(state, instance)
-    confirmed(state, instance, event.version)
-    instance.failures = 0
+    timed(state, holding)
+    push_ended(state, holding)
+    confirmed(state, instance, holding, event.version)
+    holding.failures = 0
     resumed(state, instance)
     freed(state, instance)
 
 
 def on_weight_push_failed(state: State, event: ev.WeightPushFailed) -> None:
-    instance = state.instances.get(event.instance)
-    if instance is None or instance.attempt != event.attempt or instance.pushing is None:
-        state.counters.late_completions += 1
-        return
-    failed(state, instance)
-    push_ended(state, instance)
-    instance.move(WeightsPhase.QUARANTINED, state.cause)
-    if instance.failures >= len(PUSH_BACKOFF_S):
-        condemn(state, instance, f"{instance.failures + 1} pushes failed: {event.reason}")
-        return
-    instance.retry_at = state.now + PUSH_BACKOFF_S[instance.failures]
-    instance.failures += 1
-    resumed(state, instance)
-    freed(state, instance)
+    if (found := _answered(state, event)) is not None:
+        _push_failed(state, *found, event.reason)
+
+
+def _push_failed(state: State, instance: Server, holding: Holding, reason: str) -> None:
+    failed(state, holding)
+    push_ended(state, holding)
+    if _quarantine(state, instance, holding, f"pushes failed: {reason}"):
+        resumed(state, instance)
+        freed(state, instance)
+
+
+def on_version_unloaded(state: State, event: ev.VersionUnloaded) -> None:
+    if (found := _answered(state, event)) is not None:
+        instance, holding = found
+        let_adapter_go(state, holding)
+        holding.move(WeightsPhase.BLANK, state.cause, instance=instance)
+
+
+def on_version_unload_failed(state: State, event: ev.VersionUnloadFailed) -> None:
+    if (found := _answered(state, event)) is not None:
+        _quarantine(state, *found, f"pushes and unloads failed: {event.reason}")
+
+
+def _quarantine(state: State, instance: Server, holding: Holding, reason: str) -> bool:
+    """Note that it is not known what a holding has. After many failures condemn the instance, and return False."""
+    holding.move(WeightsPhase.QUARANTINED, state.cause, instance=instance)
+    if holding.failures >= len(PUSH_BACKOFF_S):
+        condemn(state, instance, f"{holding.failures + 1} {reason}")
+        return False
+    holding.retry_at = state.now + PUSH_BACKOFF_S[holding.failures]
+    holding.failures += 1
+    return True

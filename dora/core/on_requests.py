@@ -100,7 +100,7 @@ def on_generation_stopped(state: State, event: ev.GenerationStopped) -> None:
     take_count(state, trajectory, event.num_tokens)
     target = unreserve(state, trajectory)
     trajectory.left = end(state, trajectory).id
-    can_move = target is not None and target.takes_work and target.version == trajectory.version
+    can_move = target is not None and target.takes_work(trajectory.version)
     if target is not None and can_move and not is_abandoned(trajectory):
         footprint = footprint_of(state, trajectory.num_prompt_tokens, trajectory.num_tokens)
         begin(state, trajectory, target, footprint=footprint)

@@ -12,7 +12,7 @@ from dora.core.moves import check_progress, evacuate, recall
 from dora.core.occupancy import take_count
 from dora.core.on_calls import let_slots_go, restart_call
 from dora.core.on_instances import drop_instance
-from dora.core.phases import GroupPhase, TrajectoryPhase, WeightsPhase
+from dora.core.phases import GroupPhase, TrajectoryPhase
 from dora.core.state import State, fail
 
 _CALLING: Final = TrajectoryPhase.CALLING
@@ -22,7 +22,7 @@ def on_ticked(state: State, event: ev.Ticked) -> None:
     state.agenda.repack = True
     state.agenda.place = True
     for instance in state.instances.values():
-        if state.now >= instance.check_at and instance.pushing is None:
+        if state.now >= instance.check_at and not instance.is_updating:
             check_progress(state, instance)
     let_slots_go(state)
     for instance in state.drained.values():
@@ -87,7 +87,7 @@ def on_controller_restarted(state: State, event: ev.ControllerRestarted) -> None
         _renew_deadlines(state)
     recovered = state.counters.recovered
     for instance in state.instances.values():
-        if instance.weights is not WeightsPhase.LOST:
+        if not instance.is_lost:
             drop_instance(state, instance, event.num_tokens)
     state.counters.recovered = recovered  # nothing was lost: a new controller continues the run
     for instance in list(state.drained.values()):

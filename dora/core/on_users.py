@@ -13,7 +13,7 @@ from dora.core import events as ev
 from dora.core.commands import RefuseRequest, StopRun
 from dora.core.dispatch import want_evaluation
 from dora.core.moves import drain, recall
-from dora.core.phases import Membership, WeightsPhase
+from dora.core.phases import Membership
 from dora.core.state import State
 
 _STOPPING: Final = "the run is being stopped: nothing was changed"
@@ -45,7 +45,7 @@ def _drain(state: State, event: ev.InstanceDrainRequested) -> str:
     instance = state.instances.get(event.instance)
     if instance is None:
         return _NO_INSTANCE
-    if instance.is_member and state.num_up - (instance.weights is not WeightsPhase.LOST) < 1:
+    if instance.is_member and state.num_up - (not instance.is_lost) < 1:
         return "no other instance is there to take its work; add one first"
     if instance.is_member:
         drain(state, instance)

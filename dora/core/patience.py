@@ -14,7 +14,7 @@ from dora.core.ids import VersionId
 from dora.core.occupancy import footprint_of, freed
 from dora.core.phases import WeightsPhase
 from dora.core.state import State
-from dora.core.tables import Instance
+from dora.core.tables import Server
 from dora.core.versions import Version
 
 
@@ -45,7 +45,7 @@ def make_room(state: State, *, needs: list[VersionId], newest: VersionId | None)
     """Have an instance of the newest version stop admitting groups while a version in need waits for too long."""
     is_urgent = newest is not None and any(_is_urgent(state, state.entry(v)) for v in needs)
     held = state.yielding
-    if held is not None and not (is_urgent and held.version == newest and held.is_member and not held.condemned):
+    if held is not None and not (is_urgent and held.full.version == newest and held.is_member and not held.condemned):
         _stop_yielding(state, held)
     if not is_urgent or newest is None:
         return
@@ -53,8 +53,9 @@ def make_room(state: State, *, needs: list[VersionId], newest: VersionId | None)
     if state.yielding is None and takers:
         state.yielding = takers[0]
     held = state.yielding
-    if held is not None and held.weights is WeightsPhase.SERVING and any(i is not held for i in takers):
-        held.move(WeightsPhase.DRAINING, state.cause)  # queued and returning trajectories have another instance
+    if held is not None and held.full.phase is WeightsPhase.SERVING and any(i is not held for i in takers):
+        # Queued and returning trajectories have another instance.
+        held.full.move(WeightsPhase.DRAINING, state.cause, instance=held)
         state.num_draining += 1
 
 
@@ -69,12 +70,13 @@ def _is_urgent(state: State, entry: Version) -> bool:
     return is_due or state.now - since >= patience_s(state, entry)
 
 
-def _stop_yielding(state: State, instance: Instance) -> None:
+def _stop_yielding(state: State, instance: Server) -> None:
     """Let an instance admit again, unless it is empty or has left its version."""
     state.yielding = None
-    if instance.weights is WeightsPhase.DRAINING and instance.is_member and not instance.is_empty:
-        instance.move(WeightsPhase.SERVING, state.cause)
+    holding = instance.full
+    if holding.phase is WeightsPhase.DRAINING and instance.is_member and not instance.is_empty:
+        holding.move(WeightsPhase.SERVING, state.cause, instance=instance)
         state.num_draining -= 1
         freed(state, instance)
-    elif instance.version is not None:
-        state.agenda.fill(instance.version)
+    elif holding.version is not None:
+        state.agenda.fill(holding.version)

@@ -46,14 +46,15 @@ class TrajectoryPhase(Phase):
 
 
 class WeightsPhase(Phase):
-    """Phase of an instance's weights."""
+    """Phase of a holding: a place for one version on an instance."""
 
     BLANK = "blank"  #: up, holds no version of this run
-    LOADING = "loading"  #: its first push is in flight
+    LOADING = "loading"  #: a push is in flight, the first or, of adapters, one after an unload
     SERVING = "serving"  #: holds a confirmed version
     DRAINING = "draining"  #: holds a confirmed version and gets no new work, as it will load another
     UPDATING = "updating"  #: a push is in flight, and not the first
-    QUARANTINED = "quarantined"  #: a push failed: no work until one is confirmed
+    UNLOADING = "unloading"  #: its adapter is being unloaded, as nothing needs the version or the load failed
+    QUARANTINED = "quarantined"  #: a push or an unload failed: no work until a push is confirmed
     LOST = "lost"  #: down, or not up yet
 
 
@@ -71,7 +72,7 @@ class Decision(enum.StrEnum):
 
     COMMIT = "commit"  #: complete groups are committed, and a full step is closed: CommitGroup, CloseStep
     DISPATCH = "dispatch"  #: free slots of a version are filled: Generate
-    PLACE = "place"  #: instances are given another version: PushWeights
+    PLACE = "place"  #: instances are given another version: PushWeights, UnloadVersion
     CONSOLIDATE = "consolidate"  #: an old version is packed onto fewer instances: StopRequest
     DISMISS = "dismiss"  #: empty instances leave the run: DismissInstance
 
@@ -181,6 +182,7 @@ WEIGHTS: Final[Table[WeightsPhase]] = {
     WeightsPhase.SERVING: {
         WeightsPhase.DRAINING: {Decision.PLACE, Decision.CONSOLIDATE},
         WeightsPhase.UPDATING: {Decision.PLACE},
+        WeightsPhase.UNLOADING: {Decision.PLACE},
         WeightsPhase.LOST: _LOST,
     },
     WeightsPhase.DRAINING: {
@@ -193,8 +195,14 @@ WEIGHTS: Final[Table[WeightsPhase]] = {
         WeightsPhase.QUARANTINED: _PUSH_FAILED,
         WeightsPhase.LOST: _LOST,
     },
+    WeightsPhase.UNLOADING: {
+        WeightsPhase.BLANK: {ev.VersionUnloaded},
+        WeightsPhase.QUARANTINED: {ev.VersionUnloadFailed},
+        WeightsPhase.LOST: _LOST,
+    },
     WeightsPhase.QUARANTINED: {
         WeightsPhase.UPDATING: {Decision.PLACE},
+        WeightsPhase.UNLOADING: {Decision.PLACE},
         WeightsPhase.LOST: _LOST,
     },
     WeightsPhase.LOST: {
@@ -245,5 +253,7 @@ DECODING: Final = frozenset({TrajectoryPhase.RESIDENT, TrajectoryPhase.STOPPING}
 UNFINISHED: Final = DECODING | {TrajectoryPhase.WAITING, TrajectoryPhase.CALLING}
 #: A push is in flight.
 PUSHING: Final = frozenset({WeightsPhase.LOADING, WeightsPhase.UPDATING})
+#: A push or an unload is in flight.
+IN_FLIGHT: Final = PUSHING | {WeightsPhase.UNLOADING}
 #: The instance holds a version that a push has confirmed, of this controller or of an earlier one.
 HOLDS_VERSION: Final = frozenset({WeightsPhase.SERVING, WeightsPhase.DRAINING})

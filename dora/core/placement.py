@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heapreplace
 
 from dora.core.decode_time import DecodeTime
 from dora.core.ids import InstanceId, VersionId
-from dora.core.tables import Instance, Trajectory
+from dora.core.tables import Server, Trajectory
 
 #: Share of KV that plans may fill; the rest is a margin for wrong estimates.
 KV_FILL = 0.9
@@ -62,8 +62,8 @@ def allot_by_requests(num_instances: int, *, requests: Mapping[VersionId, int]) 
 
 
 def plan_moves(
-    source: Instance, targets: Sequence[Instance], *, urgent_deadline: int, decode_time: DecodeTime
-) -> list[tuple[Trajectory, Instance]] | None:
+    source: Server, targets: Sequence[Server], *, urgent_deadline: int, decode_time: DecodeTime
+) -> list[tuple[Trajectory, Server]] | None:
     """Assign each resident of `source` to a target; None if they do not fit or slow down urgent work too much.
 
     The longest resident comes first, onto the least loaded target. A target with a resident due by `urgent_deadline`
@@ -72,7 +72,7 @@ def plan_moves(
     open_targets = [_rank(i, num_requests=i.num_requests, kv_load=i.kv_load) for i in targets]
     heapify(open_targets)
     moves: dict[InstanceId, list[Trajectory]] = {}
-    plan: list[tuple[Trajectory, Instance]] = []
+    plan: list[tuple[Trajectory, Server]] = []
     for t in sorted(source.residents.values(), key=lambda t: (-t.footprint, t.id)):
         while open_targets and not _fits(t, open_targets[0]):
             heappop(open_targets)  # (nearly) full
@@ -89,10 +89,10 @@ def plan_moves(
 
 
 #: Share of slots, share of KV, id (which breaks ties); then the number of requests, their KV tokens, the instance.
-_Rank = tuple[float, float, InstanceId, int, int, Instance]
+_Rank = tuple[float, float, InstanceId, int, int, Server]
 
 
-def _rank(instance: Instance, *, num_requests: int, kv_load: int) -> _Rank:
+def _rank(instance: Server, *, num_requests: int, kv_load: int) -> _Rank:
     """Return the sort key of a target with its planned load; the least loaded one comes first."""
     share, kv_share = num_requests / instance.slots, kv_load / instance.kv_tokens
     return share, kv_share, instance.id, num_requests, kv_load, instance
@@ -103,9 +103,7 @@ def _fits(trajectory: Trajectory, rank: _Rank) -> bool:
     return num_requests < target.slots and kv_load + trajectory.footprint <= KV_FILL * target.kv_tokens
 
 
-def _slows_down(
-    target: Instance, gained: Sequence[Trajectory], *, urgent_deadline: int, decode_time: DecodeTime
-) -> bool:
+def _slows_down(target: Server, gained: Sequence[Trajectory], *, urgent_deadline: int, decode_time: DecodeTime) -> bool:
     """Whether a resident due by `urgent_deadline` becomes slower by more than MAX_SLOWDOWN."""
     before = decode_time.step_s(num_requests=target.num_requests, num_tokens=target.kv_load)
     num_tokens = target.kv_load + sum(t.footprint for t in gained)

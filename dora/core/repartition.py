@@ -13,8 +13,9 @@ from dora.core.patience import make_room, may_be_given_away
 from dora.core.phases import TrajectoryPhase, WeightsPhase
 from dora.core.placement import allot, allot_by_requests, kv_floor, plan_moves
 from dora.core.pushes import push
+from dora.core.sharing import share
 from dora.core.state import State
-from dora.core.tables import Instance
+from dora.core.tables import Server
 from dora.core.updates import update_fleet
 from dora.core.versions import Version
 
@@ -25,8 +26,11 @@ PACKING_CANDIDATES: Final = 16
 
 
 def place(state: State) -> None:
-    """Order a push to each vacant instance that a version needs."""
+    """Order a push to each vacant instance that a version needs, or the loads and unloads of adapters."""
     newest = state.admission_version()
+    if state.settings.adapters:
+        share(state)
+        return
     if state.settings.rules.in_flight is not None and newest is not None and not state.finished:
         update_fleet(state, newest, is_wanted=why_not(state, newest) is None)
         return
@@ -48,12 +52,13 @@ def _give(state: State, needs: list[VersionId], newest: VersionId | None) -> Non
         return
     by_reluctance = sorted(state.vacant.values(), key=lambda i: (_is_quiet(state, i), len(i.residents) > 0))
     for instance in by_reluctance:
-        if instance.pushing is not None or instance.retry_at > state.now:
+        holding = instance.full
+        if holding.pushing is not None or holding.retry_at > state.now:
             continue
         version = None
         if not _is_last_of_needed(state, instance, needs=needs, newest=newest):
             version = _version_for(state, instance, needs=needs, newest=newest if newest_wants else None)
-        if version is None or version == instance.version:
+        if version is None or version == holding.version:
             undrain(state, instance)
         elif instance.residents:
             if version in needs or not _is_kept_for_evaluation(state, instance):
@@ -62,13 +67,13 @@ def _give(state: State, needs: list[VersionId], newest: VersionId | None) -> Non
             return  # the end of the next push makes `place` due again; a version's first instance does not wait for it
         else:
             _leave_version(state, instance)
-            push(state, instance, version)
+            push(state, instance, holding, version)
         if version in needs:
             needs.remove(version)
 
 
 def _version_for(
-    state: State, instance: Instance, *, needs: list[VersionId], newest: VersionId | None
+    state: State, instance: Server, *, needs: list[VersionId], newest: VersionId | None
 ) -> VersionId | None:
     """Return a version in need, else the newest, the version under evaluation, or one with queued trajectories.
 
@@ -93,10 +98,10 @@ def _has_instance(state: State, version: VersionId) -> bool:
     return bool(entry.serving or entry.loading)
 
 
-def _is_kept_for_evaluation(state: State, instance: Instance) -> bool:
+def _is_kept_for_evaluation(state: State, instance: Server) -> bool:
     """Whether an instance is the last one of the version under evaluation, and training has other instances."""
     evaluated = state.evaluation.version
-    if evaluated is None or instance.version != evaluated:
+    if evaluated is None or instance.full.version != evaluated:
         return False
     return len(state.entry(evaluated).serving) == 1 and state.num_up > 1
 
@@ -105,22 +110,28 @@ def _versions_waiting(state: State) -> list[VersionId]:
     return [v for v, e in state.window.entries.items() if e.num_waiting]
 
 
-def _is_last_of_needed(state: State, instance: Instance, *, needs: list[VersionId], newest: VersionId | None) -> bool:
-    entry = state.window.entries.get(instance.version) if instance.version is not None else None
+def _is_last_of_needed(state: State, instance: Server, *, needs: list[VersionId], newest: VersionId | None) -> bool:
+    entry = _entry_of(state, instance)
     if entry is None or not entry.needs_instance or len(entry.serving) > 1:
         return False
     return not may_be_given_away(state, entry, needs=needs, newest=newest)
 
 
-def _is_quiet(state: State, instance: Instance) -> bool:
+def _entry_of(state: State, instance: Server) -> Version | None:
+    """Return the version that an instance holds, if it is needed."""
+    version = instance.full.version
+    return state.window.entries.get(version) if version is not None else None
+
+
+def _is_quiet(state: State, instance: Server) -> bool:
     """Whether all unfinished trajectories of the instance's version are calling and hold no slot."""
-    entry = state.window.entries.get(instance.version) if instance.version is not None else None
+    entry = _entry_of(state, instance)
     return entry is not None and entry.away == entry.unfinished > 0
 
 
-def _leave_version(state: State, instance: Instance) -> None:
+def _leave_version(state: State, instance: Server) -> None:
     """If an instance is the last one of a version whose trajectories are all calling, note that it is given away."""
-    entry = state.window.entries.get(instance.version) if instance.version is not None else None
+    entry = _entry_of(state, instance)
     if entry is not None and entry.needs_instance and len(entry.serving) == 1:
         state.given_away[entry.number] = None
 
@@ -131,6 +142,8 @@ def consolidate(state: State) -> None:
     rules, strategy = state.settings.orchestration, state.settings.rules
     if not rules.consolidation or strategy.batched or strategy.in_flight or newest is None or state.finished:
         return
+    if state.settings.adapters:
+        return  # no instance has to be freed for the newest version
     if not any(v < newest and len(e.serving) > 1 for v, e in state.window.entries.items()):
         return
     if why_not(state, newest) is not None:
@@ -184,7 +197,7 @@ def _pack(state: State, entry: Version) -> bool:
     )
     if plan is None:
         return False
-    source.move(WeightsPhase.DRAINING, state.cause)
+    source.full.move(WeightsPhase.DRAINING, state.cause, instance=source)
     state.num_draining += 1
     for trajectory, target in plan:
         if trajectory.phase is TrajectoryPhase.RESIDENT:

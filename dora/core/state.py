@@ -19,7 +19,7 @@ from dora.core.ids import GroupId, InstanceId, TrajectoryId, VersionId
 from dora.core.phases import Cause
 from dora.core.push_limit import PushLimit
 from dora.core.strategies import Settings
-from dora.core.tables import Group, Instance, Ledger, Trajectory
+from dora.core.tables import Group, Ledger, Server, Trajectory
 from dora.core.training import Feed
 from dora.core.versions import Version, Window
 
@@ -60,7 +60,7 @@ class State:
     settings: Settings
 
     # -- tables
-    instances: dict[InstanceId, Instance] = field(default_factory=dict)
+    instances: dict[InstanceId, Server] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     trajectories: dict[TrajectoryId, Trajectory] = field(default_factory=dict)  #: ungraded, of training and evaluation
     window: Window = field(default_factory=Window)
@@ -88,21 +88,22 @@ class State:
     num_up: int = 0
     num_slots: int = 0
     num_kv_tokens: int = 0
-    num_draining: int = 0  #: instances in WeightsPhase.DRAINING
+    num_draining: int = 0  #: holdings in WeightsPhase.DRAINING
     pushes: int = 0  #: in flight, including those to drained instances
     push_s: float = 0.0  #: mean time of the pushes that succeeded
     num_pushed: int = 0
     push_limit: PushLimit = field(default_factory=PushLimit)
-    yielding: Instance | None = None  #: admits no group, to make room for a version in need (`patience`)
-    vacant: dict[InstanceId, Instance] = field(default_factory=dict)  #: no training resident, reservation or push
-    drained: dict[InstanceId, Instance] = field(default_factory=dict)  #: not members, lost ones included
-    leaving: dict[InstanceId, Instance] = field(default_factory=dict)  #: to be dismissed once they are empty
+    yielding: Server | None = None  #: admits no group, to make room for a version in need (`patience`)
+    #: Servers of full weights with no training resident, reservation or push.
+    vacant: dict[InstanceId, Server] = field(default_factory=dict)
+    drained: dict[InstanceId, Server] = field(default_factory=dict)  #: not members, lost ones included
+    leaving: dict[InstanceId, Server] = field(default_factory=dict)  #: to be dismissed once they are empty
     removed: set[InstanceId] = field(default_factory=set)  #: left since this controller began; not reused
 
     # -- calls
     #: Versions whose last instance was given away, and since when each needs an instance; None: it does not yet.
     given_away: dict[VersionId, float | None] = field(default_factory=dict)
-    holding: list[tuple[float, TrajectoryId, int]] = field(default_factory=list)  #: heap: end of the hold, id, attempt
+    holds: list[tuple[float, TrajectoryId, int]] = field(default_factory=list)  #: heap: end of the hold, id, attempt
 
     # -- answer lengths
     length_sum: int = field(init=False)  #: total length of finished answers, plus the prior

@@ -64,6 +64,12 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return not self.batched and self.oversample == 1.0 and self.in_flight is None
 
     @property
+    def num_adapters(self) -> int:
+        """Versions that a server of adapters holds side by side: the K + 1 that may be live, the one under evaluation,
+        and one that is being unloaded while the next is loaded."""
+        return self.max_staleness + 3
+
+    @property
     def broken_by_design(self) -> tuple[str, ...]:
         """Constraints that the strategy does not keep; violations are counted and shown."""
         broken = {"C1": self.in_flight is not None, "C2": self.discards, "C3": not self.bounded}
@@ -135,6 +141,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_eval_share: float = 0.1  #: share of all slots for samples, while training could use the slots
     decode_time: DecodeTime = DecodeTime()
     prefill_s_per_token: float = 5e-5  #: time to prefill the context of a trajectory again after a call
+    adapters: bool = False  #: versions are adapters, which a server serves side by side; else each is a full model
     deterministic: bool = False  #: the trainer writes the same bytes for the same waves, so a replay may not differ
 
     @property
@@ -148,7 +155,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             and 1 <= self.group_size <= MAX_GROUP_SIZE
             and 1 <= self.num_ranks <= MAX_RANKS
             and 0 <= self.rules.max_staleness <= MAX_STALENESS
+            and not (self.adapters and self.rules.in_flight)
         )
+
+    @property
+    def num_holdings(self) -> int:
+        """Versions that a server holds side by side: one, or several adapters."""
+        return self.rules.num_adapters if self.adapters else 1
 
     @property
     def groups_per_update(self) -> int:

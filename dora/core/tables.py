@@ -14,6 +14,7 @@ from typing import Final
 from dora.core.ids import GroupId, InstanceId, StepId, Subject, TrajectoryId, Truncation, VersionId
 from dora.core.phases import (
     GROUP,
+    IN_FLIGHT,
     MEMBERSHIP,
     TRAJECTORY,
     WEIGHTS,
@@ -27,6 +28,7 @@ from dora.core.phases import (
 
 _WAITING: Final = TrajectoryPhase.WAITING  # on Python 3.11, Enum members are ten times slower to read than globals
 _SERVING: Final = WeightsPhase.SERVING
+_LOST: Final = WeightsPhase.LOST
 _MEMBER: Final = Membership.MEMBER
 
 
@@ -41,10 +43,10 @@ class Trajectory:
     num_prompt_tokens: int
     num_tokens: int = 0  #: produced, as of the last report processed or the last completion
     phase: TrajectoryPhase = _WAITING
-    instance: Instance | None = None  #: where it is decoded or, if CALLING, keeps its slot; else None
-    last: Instance | None = None  #: where its last turn was decoded; set by a call, until it is dispatched again
+    instance: Server | None = None  #: where it is decoded or, if CALLING, keeps its slot; else None
+    last: Server | None = None  #: where its last turn was decoded; set by a call, until it is dispatched again
     left: InstanceId | None = None  #: where its request was stopped; set until it is dispatched again
-    target: Instance | None = None  #: where a slot and KV are reserved for its move; only while STOPPING
+    target: Server | None = None  #: where a slot and KV are reserved for its move; only while STOPPING
     attempt: int = 0  #: of its latest command
     failures: int = 0  #: failed requests, not counting lost instances
     seen_at: float = 0.0  #: when its token count was last seen to grow, or its latest request began
@@ -80,7 +82,7 @@ class Group:
     admitted_at: float
     phase: GroupPhase = GroupPhase.GENERATING
     step: StepId | None = None  #: the step it is committed to
-    home: Instance | None = None  #: where a sibling was last dispatched: its cache has the prompt
+    home: Server | None = None  #: where a sibling was last dispatched: its cache has the prompt
     current: VersionId = field(init=False)  #: version to continue under: the tag or, with updates in flight, the newest
     waiting: list[Trajectory] = field(default_factory=list)  #: siblings queued for a slot; the last one is next
     unfinished: int = field(init=False)
@@ -110,20 +112,42 @@ class Group:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Instance:
-    """One inference server."""
+class Holding:
+    """A place for one version on a server: its full weights, or one of several adapters."""
 
-    id: InstanceId
-    incarnation: int = 0  #: counts its starts
-    weights: WeightsPhase = WeightsPhase.LOST
-    membership: Membership = _MEMBER
+    phase: WeightsPhase = WeightsPhase.LOST
     version: VersionId | None = None  #: confirmed version; None unless SERVING or DRAINING
     pushing: VersionId | None = None  #: version of the push in flight; None unless LOADING or UPDATING
-    attempt: int = 0  #: of the latest push
+    adapter: VersionId | None = None  #: the adapter that it has or may have: from its push until it is unloaded
+    load: int = 0  #: attempt of the push of `adapter`
+    attempt: int = 0  #: of its latest push or unload
     push_at: float = 0.0  #: when it was ordered
     push_area_s: float = 0.0  #: `PushLimit.under_way_s` at that time
-    failures: int = 0  #: consecutive failed pushes
-    retry_at: float = 0.0  #: no push before this time
+    failures: int = 0  #: pushes and unloads that failed since a push was confirmed
+    retry_at: float = 0.0  #: no push or unload before this time
+    room_key: float = math.inf  #: its key in the version's heap of rooms, never above the load; inf: not in it
+    number: int = 0  #: among the holdings of its server
+
+    def move(self, phase: WeightsPhase, cause: Cause, *, instance: Server) -> None:
+        """Change the phase; ImpossibleChange unless `phases.WEIGHTS` lists the change with its cause."""
+        if cause not in WEIGHTS[self.phase].get(phase, ()):
+            raise ImpossibleChange(Subject("instance", instance.id), self.phase, phase, cause, instance)
+        self.phase = phase
+
+    def __str__(self) -> str:
+        holds = f"version {self.version}" if self.pushing is None else f"push {self.attempt} of {self.pushing}"
+        return f"{self.phase.value}, {holds}"
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Server:
+    """One inference server. All versions that it holds share its slots and its KV."""
+
+    id: InstanceId
+    holdings: list[Holding] = field(default_factory=lambda: [Holding()])
+    attempt: int = 0  #: of the latest push or unload
+    incarnation: int = 0  #: counts its starts
+    membership: Membership = _MEMBER
     slots: int = 0
     kv_tokens: int = 0
     residents: dict[TrajectoryId, Trajectory] = field(default_factory=dict)
@@ -131,18 +155,11 @@ class Instance:
     reserved: dict[TrajectoryId, Trajectory] = field(default_factory=dict)  #: trajectories that move here
     num_requests: int = 0  #: slots taken, by residents and reserved
     kv_load: int = 0  #: sum of footprints of residents and reserved
-    room_key: float = math.inf  #: its key in the version's heap of rooms, never above its load; inf: not in it
     reported: dict[TrajectoryId, int] = field(default_factory=dict)  #: residents' token counts, as last reported
     check_at: float = 0.0  #: when `reported` is processed next
     progress_at: float = 0.0  #: when any of the counts was last seen to grow, or the first request began
     pressed: bool = False  #: KV nearly full: no new work
     condemned: bool = False  #: a CondemnInstance is in flight
-
-    def move(self, phase: WeightsPhase, cause: Cause) -> None:
-        """Change the phase of the weights; ImpossibleChange unless `phases.WEIGHTS` lists the change with its cause."""
-        if cause not in WEIGHTS[self.weights].get(phase, ()):
-            raise ImpossibleChange(Subject("instance", self.id), self.weights, phase, cause, self)
-        self.weights = phase
 
     def change(self, membership: Membership, cause: Cause) -> None:
         """Change the membership; ImpossibleChange unless `phases.MEMBERSHIP` lists the change with its cause."""
@@ -151,9 +168,24 @@ class Instance:
         self.membership = membership
 
     def __str__(self) -> str:
-        holds = f"version {self.version}" if self.pushing is None else f"push {self.attempt} of {self.pushing}"
-        phases = f"incarnation {self.incarnation}, {self.membership.value}, {self.weights.value}"
-        return f"{phases}, {holds}, {len(self.residents)} residents, {len(self.reserved)} moving here"
+        phases = f"incarnation {self.incarnation}, {self.membership.value}"
+        holdings = ", ".join(map(str, self.holdings))
+        return f"{phases}, {holdings}, {len(self.residents)} residents, {len(self.reserved)} moving here"
+
+    @property
+    def full(self) -> Holding:
+        """The holding of a server of full weights, which has only this one."""
+        return self.holdings[0]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it holds several versions side by side, as adapters."""
+        return len(self.holdings) > 1
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is down, or not up yet: all of its holdings are LOST."""
+        return self.holdings[0].phase is _LOST
 
     @property
     def is_empty(self) -> bool:
@@ -161,24 +193,47 @@ class Instance:
         return not self.num_requests
 
     @property
+    def is_updating(self) -> bool:
+        """Whether a push is in flight that may hold up its requests. The push of an adapter does not."""
+        return self.full.pushing is not None and not self.is_shared
+
+    @property
     def may_be_paused(self) -> bool:
-        """Whether a push is in flight or has failed, so that health checks may fail although the server is well."""
-        return self.pushing is not None or self.weights is WeightsPhase.QUARANTINED
+        """Whether an update is in flight or has failed, so that health checks may fail although the server is well."""
+        return self.is_updating or (self.full.phase is WeightsPhase.QUARANTINED and not self.is_shared)
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether a push or an unload is in flight."""
+        return any(holding.phase in IN_FLIGHT for holding in self.holdings)
 
     @property
     def is_member(self) -> bool:
         """Whether it takes part in the run."""
         return self.membership is _MEMBER
 
-    @property
-    def takes_work(self) -> bool:
-        """Whether it may get requests for its version."""
-        can = self.weights is _SERVING and self.membership is _MEMBER
-        return can and not self.pressed and not self.condemned
+    def takes_work(self, version: VersionId | None) -> bool:
+        """Whether it may get requests for this version."""
+        if self.pressed or self.condemned or self.membership is not _MEMBER:
+            return False
+        for holding in self.holdings:
+            if holding.version == version:
+                return holding.phase is _SERVING
+        return False
 
-    def serves(self, version: VersionId) -> bool:
+    def serves(self, version: VersionId | None) -> bool:
         """Whether a trajectory of this version may stay on it: like `takes_work`, but under KV pressure too."""
-        return self.version == version and self.weights is _SERVING and self.is_member and not self.condemned
+        if self.membership is not _MEMBER or self.condemned:
+            return False
+        holding = self.holding_of(version)
+        return holding is not None and holding.phase is _SERVING
+
+    def holding_of(self, version: VersionId | None) -> Holding | None:
+        """Return the holding that has this version, confirmed."""
+        for holding in self.holdings:
+            if holding.version == version:
+                return holding
+        return None
 
     def load(self) -> float:
         """Return the share of slots or of KV in use, whichever is larger."""

@@ -15,7 +15,7 @@ from dora.core.moves import vacate
 from dora.core.phases import DECODING, PUSHING, WeightsPhase
 from dora.core.pushes import push
 from dora.core.state import State
-from dora.core.tables import Instance
+from dora.core.tables import Server
 
 #: Phases in which an instance cannot be updated.
 _NOT_NOW: Final = PUSHING | {WeightsPhase.LOST}
@@ -31,28 +31,29 @@ def update_fleet(state: State, newest: VersionId, *, is_wanted: bool) -> None:
     if not (is_busy or state.evaluation.waiting):
         return
     for instance in state.instances.values():
-        may = instance.weights not in _NOT_NOW and instance.is_member and not instance.condemned
-        if may and instance.retry_at <= state.now:
+        holding = instance.full
+        may = holding.phase not in _NOT_NOW and instance.is_member and not instance.condemned
+        if may and holding.retry_at <= state.now:
             version = _version_due(state, instance, newest=newest, is_busy=is_busy)
-            if version != instance.version:
-                push(state, instance, version)
+            if version != holding.version:
+                push(state, instance, holding, version)
     if (is_wanted or training.num_waiting) and not _has_instance(state, newest):
         _make_way(state, newest)
 
 
-def _version_due(state: State, instance: Instance, *, newest: VersionId, is_busy: bool) -> VersionId:
+def _version_due(state: State, instance: Server, *, newest: VersionId, is_busy: bool) -> VersionId:
     """Return the version for an instance: the newest, unless the evaluation needs the instance.
 
     The evaluation needs an instance that has its samples, and the last one that holds its version. If no instance holds
     its version, it gets an empty instance, provided that training has another one or nothing to do.
     """
-    evaluation = state.evaluation
-    if instance.version is not None and _has_samples(instance):
-        return instance.version
+    evaluation, holding = state.evaluation, instance.full
+    if holding.version is not None and _has_samples(instance):
+        return holding.version
     is_unfinished = evaluation.waiting or evaluation.away
-    if evaluation.version is None or not is_unfinished or instance.weights is WeightsPhase.DRAINING:
+    if evaluation.version is None or not is_unfinished or holding.phase is WeightsPhase.DRAINING:
         return newest
-    if instance.version == evaluation.version and len(state.entry(evaluation.version).serving) == 1:
+    if holding.version == evaluation.version and len(state.entry(evaluation.version).serving) == 1:
         return evaluation.version
     is_late = bool(evaluation.waiting) and not _has_instance(state, evaluation.version)
     is_free = instance.is_empty and not instance.pressed
@@ -60,7 +61,7 @@ def _version_due(state: State, instance: Instance, *, newest: VersionId, is_busy
     return evaluation.version if is_late and is_free and may_take else newest
 
 
-def _has_samples(instance: Instance) -> bool:
+def _has_samples(instance: Server) -> bool:
     """Whether evaluation samples are being decoded here, keep a slot here during a call, or are moving here."""
     return len(instance.residents) > instance.num_training or any(t.group is None for t in instance.reserved.values())
 
@@ -71,9 +72,9 @@ def _has_instance(state: State, version: VersionId) -> bool:
     return bool(entry.serving or entry.loading)
 
 
-def _has_another(state: State, version: VersionId, *, besides: Instance) -> bool:
+def _has_another(state: State, version: VersionId, *, besides: Server) -> bool:
     """Whether another instance serves this version or, if this one does not serve it, loads it."""
-    if besides.version == version:
+    if besides.full.version == version:
         return len(state.entry(version).serving) > 1
     return _has_instance(state, version)
 
@@ -92,9 +93,9 @@ def _make_way(state: State, newest: VersionId) -> None:
         return
     vacate(state, instance)
     if not _has_samples(instance):
-        push(state, instance, newest)
+        push(state, instance, instance.full, newest)
 
 
-def _decodes_samples(instance: Instance) -> bool:
+def _decodes_samples(instance: Server) -> bool:
     here = chain(instance.residents.values(), instance.reserved.values())
     return any(t.group is None and t.phase in DECODING for t in here)

@@ -1,7 +1,9 @@
 """The version window: which policy versions are live, what needs each, and which can be released.
 
 A version is live while it is the newest or has an untrained group. It is also kept, without being live, while an
-evaluation or a push in flight needs it. `invariants.check` recomputes all counters.
+evaluation or a push in flight needs it, and while a server has its adapter or may have it.
+
+`invariants.check` recomputes all counters.
 """
 
 from __future__ import annotations
@@ -14,7 +16,11 @@ from math import inf
 from typing import Final
 
 from dora.core.ids import GroupId, InstanceId, VersionId
-from dora.core.tables import Group, Instance, Trajectory
+from dora.core.phases import Membership, WeightsPhase
+from dora.core.tables import Group, Holding, Server, Trajectory
+
+_SERVING: Final = WeightsPhase.SERVING  # globals: see tables.py
+_MEMBER: Final = Membership.MEMBER
 
 #: Hex digits of the digest of a version's bytes.
 DIGITS: Final = 8
@@ -44,9 +50,11 @@ class Version:
     evaluating: bool = False  #: its evaluation is due or in progress
     kv_load: int = 0  #: footprints of its residents
     loading: int = 0  #: pushes of this version in flight
-    serving: dict[InstanceId, Instance] = field(default_factory=dict)  #: members that hold it
+    held: int = 0  #: servers that have its adapter, or may have it
+    serving: dict[InstanceId, Server] = field(default_factory=dict)  #: members that hold it
     _waiting: list[tuple[int, GroupId, Group]] = field(default_factory=list)  # lazy heap, see reprioritize
-    _rooms: list[tuple[float, InstanceId, Instance]] = field(default_factory=list)  # lazy heap, see offer
+    #: Lazy heap, see `offer`.
+    _rooms: list[tuple[float, InstanceId, int, Server, Holding]] = field(default_factory=list)
 
     @property
     def needs_instance(self) -> bool:
@@ -96,41 +104,51 @@ class Version:
 
     # -- instances with room: least loaded first --------------------------------------------------------------------
 
-    def offer(self, instance: Instance) -> None:
-        """Add an instance that takes work again or has more room; a heap entry with a higher key becomes stale."""
-        key = instance.load()
-        if key < instance.room_key:
-            instance.room_key = key
-            heappush(self._rooms, (key, instance.id, instance))
-            if len(self._rooms) > 64 + 4 * len(self.serving):  # mostly stale entries
-                self._rooms = sorted((i.room_key, i.id, i) for i in self.serving.values() if i.room_key < inf)
+    def offer(self, instance: Server, holding: Holding) -> None:
+        """Add an instance that takes work again or has more room; a heap entry with a higher key becomes stale.
 
-    def roomiest(self) -> Instance | None:
-        """Return the least loaded instance that takes work of this version."""
+        `holding` is where it has this version.
+        """
+        key = instance.load()
+        if key < holding.room_key:
+            holding.room_key = key
+            heappush(self._rooms, (key, instance.id, holding.number, instance, holding))
+            if len(self._rooms) > 64 + 4 * len(self.serving):  # mostly stale entries
+                held = [(i, h) for i in self.serving.values() for h in i.holdings if h.version == self.number]
+                self._rooms = sorted((h.room_key, i.id, h.number, i, h) for i, h in held if h.room_key < inf)
+
+    def roomiest(self) -> Server | None:
+        """Return the least loaded instance that takes work of this version (`Server.takes_work`, in line)."""
         heap = self._rooms
         while heap:
-            key, id, instance = heap[0]
-            if key != instance.room_key or instance.version != self.number:
+            key, id, number, instance, holding = heap[0]
+            if key != holding.room_key or holding.version != self.number:
                 heappop(heap)
-            elif not instance.takes_work:
+            elif (
+                holding.phase is not _SERVING
+                or instance.pressed
+                or instance.condemned
+                or instance.membership is not _MEMBER
+            ):
                 heappop(heap)
-                instance.room_key = inf  # not in the heap: `offer` must be called when it takes work again
+                holding.room_key = inf  # not in the heap: `offer` must be called when it takes work again
             elif (load := instance.load()) > key:
-                instance.room_key = load  # an increased load is updated only here
-                heapreplace(heap, (load, id, instance))
+                holding.room_key = load  # an increased load is updated only here
+                heapreplace(heap, (load, id, number, instance, holding))
             else:
                 return instance
         return None
 
-    def roomiest_few(self, count: int) -> list[Instance]:
+    def roomiest_few(self, count: int) -> list[Server]:
         """Return up to `count` instances that take work of this version, least loaded first."""
-        few: list[Instance] = []
+        few: list[tuple[Server, Holding]] = []
         while len(few) < count and (instance := self.roomiest()) is not None:
-            instance.room_key = inf  # makes its entry stale
-            few.append(instance)
-        for instance in few:
-            self.offer(instance)
-        return few
+            holding = self._rooms[0][-1]
+            holding.room_key = inf  # makes its entry stale
+            few.append((instance, holding))
+        for instance, holding in few:
+            self.offer(instance, holding)
+        return [instance for instance, _ in few]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -151,9 +169,10 @@ class Window:
         return [v for v, e in self.entries.items() if v == self.newest or e.groups]
 
     def releasable(self) -> list[VersionId]:
-        """Return the versions that are not live, are not to be evaluated, and have no push in flight."""
+        """Return the versions that are not live, are not to be evaluated, have no push in flight, and have left all
+        servers of adapters."""
         return [
             v
             for v, e in self.entries.items()
-            if v != self.newest and not e.groups and not e.unfinished and not e.evaluating and not e.loading
+            if v != self.newest and not (e.groups or e.unfinished or e.evaluating or e.loading or e.held)
         ]

@@ -45,6 +45,7 @@ class Joiner:
     top_k: int = -1  # -1 is off
     min_p: float = 0.0
     logprob_start: int | None = None
+    adapter: int | None = None  # its place; the namespace is that of its load
     banned_ids: tuple[int, ...] = ()  # never sampled at an index (in prompt + output) below `ban_until`
     ban_until: int = 0
 
@@ -72,7 +73,7 @@ def waves(generations: Sequence[Generation]) -> list[list[Generation]]:
     followers: list[Generation] = []
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for generation in generations:
-        key = (generation.namespace, (*generation.prompt_ids, *generation.output_ids))
+        key = (generation.cache_key, (*generation.prompt_ids, *generation.output_ids))
         (followers if key in seen else leaders).append(generation)
         seen.add(key)
     result: list[list[Generation]] = []
@@ -214,6 +215,8 @@ class Batcher(Scheduler):
     def _step(self) -> None:
         while self.used_tokens + len(self.rows) > self.kv_tokens:
             self._retract(max(self.rows, key=lambda g: g.order))
+        if self.model.adapters is not None:
+            self.metrics.adapter_steps[len({g.adapter.number for g in self.rows if g.adapter is not None})] += 1
         tokens, logprobs = self.decoder.step()
         self._take(tokens, logprobs)
 
@@ -266,13 +269,14 @@ def _joiner(generation: Generation) -> Joiner:
     sampling = generation.sampling
     return Joiner(
         token_ids=generation.prompt_ids + generation.output_ids,
-        namespace=generation.namespace,
+        namespace=generation.cache_key,
         seed=sampling.seed,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         logprob_start=generation.logprob_start if generation.prompt_logprobs is None else None,
+        adapter=None if generation.adapter is None else generation.adapter.place,
         banned_ids=tuple(sampling.stop_ids) if sampling.min_new_tokens else (),
         ban_until=len(generation.prompt_ids) + sampling.min_new_tokens,
     )

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 import msgspec
 from aiohttp import web
 
-from dora.embedded import receiver, updates
+from dora.embedded import adapter_routes, receiver, updates
 from dora.embedded.bodies import error_body, read_body
 from dora.embedded.dialect import Dialect
 from dora.embedded.engine_state import ENGINE
@@ -237,6 +237,8 @@ _POST: Mapping[str, Handler] = {
     protocol.UPDATE_WEIGHTS_FROM_DISTRIBUTED: receiver.update_weights_from_distributed,
     protocol.DESTROY_WEIGHTS_UPDATE_GROUP: receiver.destroy_weights_update_group,
     protocol.WEIGHTS_CHECKER: receiver.weights_checker,
+    protocol.LOAD_LORA_ADAPTER: adapter_routes.load_lora_adapter,
+    protocol.UNLOAD_LORA_ADAPTER: adapter_routes.unload_lora_adapter,
 }
 _GET: Mapping[str, Handler] = {
     protocol.FLUSH_CACHE: updates.flush_cache,
@@ -244,6 +246,7 @@ _GET: Mapping[str, Handler] = {
     protocol.HEALTH_GENERATE: health,
     protocol.READY: ready,
     protocol.MODEL_INFO: model_info,
+    protocol.MODELS: adapter_routes.models,
     protocol.SERVER_INFO: server_info,
     protocol.LOADS: loads,
     protocol.GET_LOAD: get_load,
@@ -258,6 +261,8 @@ def _absent(dialect: Dialect) -> set[str]:
         protocol.GET_LOAD: dialect.has_get_load,
         protocol.BEGIN_WEIGHT_UPDATE: dialect.has_update_gate,
         protocol.END_WEIGHT_UPDATE: dialect.has_update_gate,
+        protocol.LOAD_LORA_ADAPTER: dialect.has_adapters,
+        protocol.UNLOAD_LORA_ADAPTER: dialect.has_adapters,
     }
     return {path for path, present in has.items() if not present}
 

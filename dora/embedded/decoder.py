@@ -7,14 +7,13 @@ next step computes it together with the pending tokens of all other rows. So a r
 separate forward. Invariant: KV positions below a row's length hold its tokens in order, and all later positions are
 masked and finite. An extra row receives the writes of padding. Models whose layers have states cannot all skip padding
 or continue a prompt. So each of their rows is prefilled alone and as a whole, and the prefix cache serves whole prompts
-only. Not thread-safe.
+only. A row may have an adapter beside the model (`adapter_stack.py`). Not thread-safe.
 
 Legend: B rows, T new tokens per row, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,10 +26,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.cache_utils import DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
+from dora.embedded.adapter_stack import AdapterStack
 from dora.embedded.batcher import Joined, Joiner
 from dora.embedded.live_weights import LiveWeights
 from dora.embedded.prefixes import PrefixCache
 from dora.embedded.sampling import GREEDY_BELOW, SamplingTensors, sample
+from dora.embedded.scheduler import AdapterRoom
 from dora.embedded.self_check import require_exact
 from dora.embedded.slots import ATTENTION, Saved, SlotCache, filled_cache
 from dora.errors import ConfigError
@@ -57,7 +58,17 @@ class _Found:
 class CausalDecoder:
     """Implements `dora.embedded.batcher.Decoder`."""
 
-    def __init__(self, folder: Path, *, slots: int, kv_tokens: int, device: str, dtype: str, threads: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        slots: int,
+        kv_tokens: int,
+        device: str,
+        dtype: str,
+        threads: int,
+        adapters: AdapterRoom | None = None,
+    ) -> None:
         torch.set_num_threads(threads)
         self._model, unused = _build(folder, device=device, dtype=dtype)
         self._weights = LiveWeights(self._model, unused=unused)
@@ -75,13 +86,14 @@ class CausalDecoder:
         self._length, self._token, self._seed, self._top_k, self._greedy = self._ints.unbind(1)
         self._floats = torch.ones(slots, 3, device=device)
         self._settings: SamplingTensors | None = None  # settings of all live rows; None when the rows have changed
-        self._poisoned = False  # the model returned NaN, so the KV may contain NaN
         self._lengths: list[int] = []  # lengths of the live rows, on the host
         self._bans: list[tuple[int, Sequence[int]] | None] = []  # (first index allowed, token ids) of the live rows
+        self._places: list[int | None] = []  # of the adapters of the live rows
         self._row_ids = torch.arange(slots, device=device)
         self._prefixes: PrefixCache[Saved] = PrefixCache(budget_tokens=kv_tokens // 4)
         self._grow(min(128, self.context_tokens))
-        self._try(partial(require_exact, slots=slots), self, self._model)
+        self.adapters = AdapterStack(self._model, adapters) if adapters is not None else None
+        self._try(partial(require_exact, slots=slots, adapters=self.adapters), self, self._model)
 
     # --- Decoder
 
@@ -121,6 +133,7 @@ class CausalDecoder:
         positions = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self._cache.capacity)
         self._cache.aim(write_at, rows=slice(0, live), positions=positions)
         mask = self._mask[:live, None, None, :positions]
+        self._aim_adapters(slice(0, live))
         logits_BV = self._forward(self._token[:live, None], mask, position_B[:, None])[:, -1]
         position_B += 1
         self._lengths = [length + 1 for length in self._lengths]
@@ -130,32 +143,28 @@ class CausalDecoder:
     def leave(self, row: int) -> None:
         self._live -= 1
         last = self._live
+        self._cache.forget(row, length=self._lengths[row])
         if row != last:
             self._cache.move(last, row, length=self._lengths[last])
+            self._cache.forget(last, length=self._lengths[last])
             for state in (self._mask, self._ints, self._floats):
                 state[row] = state[last]
-            self._lengths[row], self._bans[row] = self._lengths[last], self._bans[last]
-        self._lengths.pop()
-        self._bans.pop()
+        of_rows: list[list[Any]] = [self._lengths, self._bans, self._places]
+        for values in of_rows:
+            values[row] = values[last]
+            values.pop()
         self._settings = None
 
     @torch.inference_mode()
     def load(self, folder: Path) -> None:
         self._weights.load(folder)
-        self._forget_nan()
 
     @torch.inference_mode()
     def put(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._weights.put(tensors)
-        self._forget_nan()
 
     def checksums(self) -> dict[str, str]:
         return self._weights.checksums()
-
-    def _forget_nan(self) -> None:
-        if self._poisoned and not self._live:  # a masked position adds 0 x its contents, and 0 x NaN is NaN
-            self._cache.kv.zero_()
-            self._poisoned = False
 
     def flush(self) -> None:
         self._prefixes.clear()
@@ -194,6 +203,7 @@ class CausalDecoder:
             floats.append([1.0 if greedy else joiner.temperature, joiner.top_p, joiner.min_p])
             self._lengths.append(len(joiner.token_ids) - 1)
             self._bans.append((joiner.ban_until, joiner.banned_ids) if joiner.banned_ids else None)
+            self._places.append(joiner.adapter)
             self._cache.restore(row, one.saved, length=one.length)
         self._ints[rows] = torch.tensor(ints, device=self._device)
         self._floats[rows] = torch.tensor(floats, device=self._device)
@@ -202,6 +212,10 @@ class CausalDecoder:
         self._settings = None
 
     # --- forward passes
+
+    def _aim_adapters(self, rows: slice) -> None:
+        if self.adapters is not None:
+            self.adapters.aim(self._places[rows])
 
     def _forward(self, token_BT: Tensor, mask: Tensor, position_BT: Tensor, keep: int = 1) -> Tensor:
         return self._model(
@@ -247,6 +261,7 @@ class CausalDecoder:
         position_BT = torch.minimum(position_BT, length_B1)  # for padding, whose results are not used
         positions = int(position_BT.max()) + 1
         self._cache.aim(write_at.flatten(), rows=rows, positions=positions, first=self._cache.stateful)
+        self._aim_adapters(rows)
         readable = torch.arange(positions, device=self._device) <= position_BT[:, :, None]
         mask = torch.where(readable, 0.0, -torch.inf).to(self._mask.dtype)[:, None]
         return self._forward(token_BT, mask, position_BT, keep=0 if all_logits else 1)
@@ -260,7 +275,6 @@ class CausalDecoder:
         token_B, logprob_B = sample(logits_BV, self._settings, self._length[: self._live])
         self._token[: self._live] = token_B
         logprobs: list[float] = logprob_B.tolist()
-        self._poisoned |= math.isnan(sum(logprobs))
         return token_B.tolist(), logprobs
 
     def _settings_now(self) -> SamplingTensors:

@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from dora.embedded.adapters import NamedAdapters
 from dora.embedded.dialect import Dialect
 from dora.embedded.gate import Gate
 from dora.embedded.requests import RequestLimits
@@ -27,6 +28,7 @@ class EngineState:
     dialect: Dialect
     tokenizer: TextCodec | None
     arguments: dict[str, Any]  # for /server_info
+    adapters: NamedAdapters
     api_key: str | None
     label: str  # label of the last successful update, shown by /model_info; version spans use the batcher's label
     updating: bool = False  # between begin_ and end_weight_update

@@ -12,6 +12,7 @@ from contextlib import suppress
 import msgspec
 from aiohttp import web
 
+from dora.embedded.adapters import AdapterRefused
 from dora.embedded.answers import CallAnswer, event
 from dora.embedded.bodies import error_body
 from dora.embedded.engine_state import ENGINE, EngineState
@@ -40,6 +41,11 @@ async def _run(
     request: web.Request, engine: EngineState, call: GenerateCall, opened: web.StreamResponse | None
 ) -> web.StreamResponse:
     generation, batcher = call.generation, engine.batcher
+    if call.adapter is not None:
+        try:
+            generation.adapter = await engine.adapters.find(call.adapter)
+        except AdapterRefused as err:
+            return await _refuse(request, RefusedCall(BadValue(str(err)), stream=call.stream), opened)
     if generation.rid in batcher.live:
         duplicate = BadValue(f"Duplicate request ID detected: {generation.rid}")
         return await _refuse(request, RefusedCall(duplicate, stream=call.stream), opened)

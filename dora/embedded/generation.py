@@ -41,12 +41,23 @@ class SamplingParams:
     stop_ids: frozenset[int] = frozenset()  # stop_token_ids and end-of-sequence ids; empty under ignore_eos
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedAdapter:
+    """One load of an adapter. Names and places are used again, numbers are not."""
+
+    number: int  # from 1
+    name: str
+    path: str
+    place: int
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Generation:
     rid: str
     prompt_ids: list[int]
     sampling: SamplingParams
-    namespace: str = ""  # namespace in the prefix cache: extra_key and cache_salt
+    namespace: str = ""  # of the client in the prefix cache: extra_key and cache_salt
+    adapter: LoadedAdapter | None = None
     logprob_start: int | None = None  # first prompt token to return a log-prob of; None for no prompt log-probs
 
     output_ids: list[int] = field(default_factory=list)
@@ -72,6 +83,11 @@ class Generation:
     def num_tokens(self) -> int:
         """Length of prompt + output."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def cache_key(self) -> str:
+        """Its namespace in the prefix cache, which no other load of an adapter shares."""
+        return f"{0 if self.adapter is None else self.adapter.number}\0{self.namespace}"
 
     def relabel(self, version: str) -> None:
         """Note that all later tokens come from `version`."""

@@ -1,9 +1,11 @@
-"""Counters of the engine and their Prometheus text, under SGLang's names; gauges are read from the batcher."""
+"""Counters of the engine and their Prometheus text, under SGLang's names where it has them; gauges are read from the
+batcher."""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from dora.embedded.generation import Generation
@@ -37,6 +39,7 @@ class EngineMetrics:
         self.generated_tokens = 0
         self.requests = 0
         self.aborted_requests = 0
+        self.adapter_steps: Counter[int] = Counter()  # decoding steps by number of different adapters in the batch
         self.weight_load_s = 0.0  # duration of the last load from disk
         self.time_to_first_token = Histogram()
         self.inter_token_latency = Histogram()
@@ -91,4 +94,8 @@ class EngineMetrics:
             ("queue_time_seconds", self.queue_time),
         ):
             lines += [f"# TYPE sglang:{name} histogram", *histogram.lines(f"sglang:{name}", labels)]
+        if self.adapter_steps:
+            lines += ["# TYPE dora:decode_steps_total counter"]
+            counts = sorted(self.adapter_steps.items())
+            lines += [f'dora:decode_steps_total{{{labels},adapters="{n}"}} {float(steps)}' for n, steps in counts]
         return "\n".join(lines) + "\n"

@@ -43,7 +43,6 @@ class _Unsupported(msgspec.Struct):
     return_routed_experts: Any = None
     return_sampling_mask: Any = None
     return_entropy: Any = None
-    lora_path: Any = None
     session_params: Any = None
 
 
@@ -58,6 +57,7 @@ class _Body(_Unsupported):
     return_prompt_token_ids: bool = False
     extra_key: str | list[str] | None = None
     cache_salt: str | list[str] | None = None
+    lora_path: str | list[str | None] | None = None  # the name of a loaded adapter
 
 
 class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -115,6 +115,7 @@ class GenerateCall:
     """A parsed call: the generation to run and how to answer."""
 
     generation: Generation
+    adapter: str | None  # the name of its adapter
     stream: bool
     return_logprob: bool
     return_prompt_token_ids: bool
@@ -136,6 +137,7 @@ def parse(raw: bytes, limits: RequestLimits) -> GenerateCall | RefusedCall:
     try:
         return GenerateCall(
             generation=_generation(body, limits),
+            adapter=_single(body.lora_path, "lora_path") or None,
             stream=body.stream,
             return_logprob=bool(_single(body.return_logprob, "return_logprob")),
             return_prompt_token_ids=body.return_prompt_token_ids,

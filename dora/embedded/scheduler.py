@@ -14,13 +14,32 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from dora.embedded.generation import QUEUE_FULL, Generation
+from dora.embedded.generation import QUEUE_FULL, Generation, LoadedAdapter
 from dora.embedded.metrics import EngineMetrics
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRoom:
+    """What a model has room for."""
+
+    count: int  # adapters at the same time
+    rank: int  # of each, at most
+    targets: tuple[str, ...]  # the last parts of the names of the modules that they may change
+
+
+class AdapterPlaces(Protocol):
+    """The adapters beside the model's weights, by place."""
+
+    @property
+    def room(self) -> AdapterRoom: ...
+    def read(self, folder: Path) -> Any: ...  # on any thread; ConfigError if it is not an adapter of this model
+    def put(self, place: int, matrices: Any) -> None: ...  # what `read` returned; no live request has this place
 
 
 class Model(Protocol):
@@ -34,6 +53,8 @@ class Model(Protocol):
 
     @property
     def cached_tokens(self) -> int: ...  # held by the prefix cache
+    @property
+    def adapters(self) -> AdapterPlaces | None: ...  # None: it serves none
 
     def load(self, folder: Path) -> None: ...  # FileNotFoundError: nothing changed; ConfigError: weights are undefined
     def put(self, tensors: Iterable[tuple[str, Any]]) -> None: ...  # by name; ConfigError: weights are undefined
@@ -66,7 +87,7 @@ class Scheduler(ABC):
         self._aborting: set[str] = set()  # live rids to end at the next chance
         self._orders: deque[tuple[Callable[[], object], bool, asyncio.Future[object]]] = deque()
         self._wake = asyncio.Event()
-        self._empty = asyncio.Event()  # set whenever the last live request ends
+        self._ended = asyncio.Event()  # set whenever live requests have ended
         self._floor_wanted = threading.Event()  # ends the burst in progress
 
     # --- called from the event loop, at any time
@@ -97,15 +118,21 @@ class Scheduler(ABC):
 
     async def emptied(self, *, timeout_s: float) -> bool:
         """Wait until nothing is live. False after `timeout_s`."""
-        self._empty.clear()
-        if not self.live:
-            return True
         try:
             async with asyncio.timeout(timeout_s):
-                await self._empty.wait()
+                await self._until(lambda: not self.live)
         except TimeoutError:
             return False
         return True
+
+    async def released(self, adapter: LoadedAdapter) -> None:
+        """Wait until no live request uses `adapter`. There is no time limit: a paused request is live."""
+        await self._until(lambda: all(generation.adapter != adapter for generation in self.live.values()))
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self._ended.clear()
+            await self._ended.wait()
 
     async def output_since(self, begun: float, *, timeout_s: float) -> bool:
         """Wait for a step that ends after `begun` (monotonic time). False after `timeout_s`."""
@@ -190,9 +217,9 @@ class Scheduler(ABC):
             generation.published, generation.done = len(generation.output_ids), True
             generation.news.set()
             self.metrics.finished(generation)
+        if self._finished:
+            self._ended.set()
         self._finished.clear()
-        if not self.live:
-            self._empty.set()
 
     def _finish(self, generation: Generation, reason: dict[str, object]) -> None:
         generation.finish_reason, generation.finished_at = reason, time.time()

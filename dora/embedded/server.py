@@ -21,6 +21,7 @@ import uvloop
 from aiohttp import web
 
 from dora.embedded import control
+from dora.embedded.adapters import NamedAdapters
 from dora.embedded.batcher import Batcher, Decoder
 from dora.embedded.bodies import error_body
 from dora.embedded.dialect import DEFAULT_DIALECT, dialect_of
@@ -28,7 +29,7 @@ from dora.embedded.engine_state import ENGINE, EngineState
 from dora.embedded.gate import Gate
 from dora.embedded.generate import generate
 from dora.embedded.requests import RequestLimits
-from dora.embedded.scheduler import Scheduler
+from dora.embedded.scheduler import AdapterRoom, Scheduler
 from dora.embedded.text import TextCodec
 from dora.engine.sglang import protocol
 from dora.errors import ConfigError
@@ -57,11 +58,26 @@ class ServeOptions:
     api_key: str | None = None
     seed: int = 0  # for requests without one
     dialect: str = DEFAULT_DIALECT  # the release of SGLang to imitate
+    max_lora_rank: int = 0  # 0: no adapters
+    lora_target_modules: tuple[str, ...] = ()
+    max_loras_per_batch: int = 8  # adapters that are loaded at the same time
+
+    @property
+    def adapters(self) -> AdapterRoom | None:
+        """None: no adapters. ConfigError unless rank and targets are given together, for a release that has them."""
+        if not self.max_lora_rank and not self.lora_target_modules:
+            return None
+        if not self.max_lora_rank or not self.lora_target_modules:
+            raise ConfigError("adapters: give both --max-lora-rank and --lora-target-modules, or neither")
+        if not dialect_of(self.dialect).has_adapters:
+            raise ConfigError(f"adapters: not as SGLang {self.dialect} serves them; give --dialect 0.5.23")
+        return AdapterRoom(self.max_loras_per_batch, self.max_lora_rank, self.lora_target_modules)
 
 
 def run_server(options: ServeOptions) -> None:
     """Serve until a signal arrives. ConfigError if the dialect, the model or the address cannot be used."""
     dialect_of(options.dialect)  # before the model is loaded
+    adapters = options.adapters
     gc.disable()  # the imports create a million objects that stay: collecting them takes a fifth of the start
     from dora.embedded.decoder import CausalDecoder
 
@@ -72,6 +88,7 @@ def run_server(options: ServeOptions) -> None:
         device=options.device,
         dtype=options.dtype,
         threads=options.threads,
+        adapters=adapters,
     )
     tokenizer = None if options.skip_tokenizer_init else _tokenizer(options.model_path)
     gc.freeze()  # exempt them from later collections too
@@ -124,6 +141,7 @@ async def listening(
         yield engine, f"http://{host}:{port}", batching
     finally:
         await runner.cleanup()
+        engine.adapters.close()
         batching.cancel()
         await asyncio.wait({batching})
         engine.batcher.close()
@@ -175,6 +193,12 @@ def _engine(options: ServeOptions, batcher: Scheduler, tokenizer: TextCodec | No
         "max_queued_requests": options.max_queued_requests,
         "max_total_tokens": options.kv_tokens,
         "incremental_streaming_output": options.incremental_streaming_output,
+        "enable_lora": options.adapters is not None,
+        "max_lora_rank": options.max_lora_rank or None,
+        "lora_target_modules": list(options.lora_target_modules) or None,
+        "max_loras_per_batch": options.max_loras_per_batch,
+        "max_loaded_loras": None,
+        "lora_strict_loading": True,
     }
     return EngineState(
         batcher=batcher,
@@ -184,6 +208,7 @@ def _engine(options: ServeOptions, batcher: Scheduler, tokenizer: TextCodec | No
         label=options.weight_version,
         tokenizer=tokenizer,
         arguments=arguments,
+        adapters=NamedAdapters(batcher),
         api_key=options.api_key,
     )
 

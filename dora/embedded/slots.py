@@ -9,6 +9,7 @@ Legend: L layers with keys and values, S positions, W width of keys or values (h
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,6 +157,13 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self.kv[:, :, target, :length] = self.kv[:, :, source, :length]
         for _, _, all_rows in self._states:
             all_rows[target] = all_rows[source]
+
+    def forget(self, row: int, *, length: int) -> None:
+        """Make sure that a row of `length` tokens which is no longer used is finite: a masked position adds 0 x its
+        contents, and 0 x NaN is NaN."""
+        used = self.kv[:, :, row, :length]
+        if not math.isfinite(used.sum()):
+            used.zero_()
 
     def save(self, row: int, *, length: int) -> Saved:
         """Copy a row of `length` tokens; its states must belong to exactly this number of tokens."""

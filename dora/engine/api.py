@@ -43,6 +43,7 @@ class GenerateRequest:
     label: str  # label of the version; KV cached under one label must not be reused under another label
     top_p: float = 1.0
     top_k: int = -1  # -1: off
+    adapter: str | None = None  # name of an adapter that the server has loaded; None: the server's own weights
     ignore_end: bool = False  # only the token budget ends the answer, not the model's end tokens nor `stop_tokens`
 
 
@@ -79,6 +80,15 @@ class Capabilities:
     def longest_request(self) -> int:
         """Maximum length of prompt + answer in tokens."""
         return min(self.context_tokens or self.kv_tokens, self.kv_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterNeeds:
+    """The adapters that a server must be able to hold, and to mix in one batch with requests that have none."""
+
+    count: int
+    rank: int
+    targets: tuple[str, ...]  # the last parts of the names of the modules that they change
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +147,22 @@ class InferenceEngine(Protocol):
         `on_stage` is called as each stage begins. Returns when the server has confirmed `label` and serves again. After
         a RemoteError, the weights of the server are unknown. From the moment that they may change until they are
         proved, the server's label is `names.UNCONFIRMED`, even if this process ends.
+        """
+
+    async def require_adapters(self, url: str, needs: AdapterNeeds) -> None:
+        """ConfigError, one line for each problem, unless the server can hold these adapters and keeps them until they
+        are unloaded."""
+
+    async def clear_adapters(self, url: str, *, timeout_s: float) -> None:
+        """Unload the adapters of earlier controllers; ConfigError if the server has adapters of others."""
+
+    async def load_adapter(self, url: str, *, name: str, folder: Path, timeout_s: float) -> None:
+        """Load the adapter in `folder` beside others, while requests run, and prove that answers under `name` come from
+        it. After a RemoteError the server may have it, and must be made to unload it."""
+
+    async def unload_adapter(self, url: str, *, name: str, folder: Path | None, timeout_s: float) -> None:
+        """Unload an adapter that no request uses; with `folder`, prove first that it is still the one in the folder
+        (`AdapterDisproved`: it is not, and stays loaded). An adapter that the server does not have counts as unloaded.
         """
 
     def sending(

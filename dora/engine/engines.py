@@ -12,13 +12,24 @@ from pathlib import Path
 from typing import Final
 
 from dora.config.schema import Config
-from dora.engine.api import InferenceEngine
+from dora.engine.api import AdapterNeeds, InferenceEngine
 from dora.engine.sglang import launch
 from dora.extras import require_extra
 
 #: Command lines of managed servers by `engine.kind`; `node/plan.py` replaces the names in braces.
 COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {"embedded": launch.EMBEDDED, "sglang": launch.SGLANG}
+#: The flags that make room for adapters, by `engine.kind`.
+ADAPTER_FLAGS: Final[Mapping[str, Callable[[AdapterNeeds], tuple[str, ...]]]] = {
+    "embedded": launch.embedded_adapters,
+    "sglang": launch.sglang_adapters,
+}
 _ANY_TOKEN: Final = 2**31  # the vocabulary is unknown
+
+
+def adapter_needs(config: Config) -> AdapterNeeds | None:
+    """Return the adapters that a server has to hold; None if it holds the weights of one version."""
+    lora = config.trainer.lora
+    return AdapterNeeds(config.rules.num_adapters, lora.rank, lora.targets) if config.engine.adapters else None
 
 
 def require_engine(config: Config) -> None:
@@ -47,7 +58,7 @@ async def open_engine(
 
     key = config.engine.api_key
     async with EngineClient(max_connections=max_connections, api_key=key, vocab_size=vocab_size) as client:
-        yield SglangEngine(client, Disk(config.engine.path_map))
+        yield SglangEngine(client, Disk(config.engine.path_map), config.engine.path_map)
 
 
 def run_sender(score_prompt: Callable[[Path, Sequence[int]], list[float]]) -> None:

@@ -28,6 +28,10 @@ def is_retryable(status: int) -> bool:
     return status == 429 or status >= 500
 
 
+class AdapterDisproved(RemoteError):
+    """A server answers under the name of an adapter, but from other values."""
+
+
 class PushFailed(RemoteError):
     """A push was not confirmed; `doubtful`: the weights may have changed, or the server may still be paused."""
 

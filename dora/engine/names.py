@@ -1,7 +1,8 @@
-"""Request ids and version labels on servers.
+"""Request ids, version labels and names of adapters on servers.
 
 Invariants: no request id is a prefix of another, because a server may stop requests by prefix; a label identifies the
-bytes of a version, not only its number, and a server has it only while it is proved to hold them.
+bytes of a version, not only its number, and a server has it only while it is proved to hold them; no two loads of
+adapters have the same name.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dora.core.ids import VersionId
 #: Label of a server from the beginning of a push until its weights are proved, however long that takes: the push may
 #: have failed, or its controller may be gone.
 UNCONFIRMED: Final = "unconfirmed"
+#: Beginning of the names of all adapters of DORA, of any run.
+ADAPTER_PREFIX: Final = "dora-"
 
 
 def request_id(run_id: str, *, epoch: int, trajectory: int, attempt: int) -> str:
@@ -30,6 +33,12 @@ def request_id(run_id: str, *, epoch: int, trajectory: int, attempt: int) -> str
 def version_label(run_id: str, version: VersionId, *, digest: str) -> str:
     """Return the label of a version's weights and of their KV: `<run id>/<version>-<digest of its bytes>`."""
     return f"{run_id}/{version}-{digest}"
+
+
+def adapter_name(run_id: str, *, epoch: int, instance: int, attempt: int, version: VersionId) -> str:
+    """Return the name of an adapter for one load: that of a controller's start, of an instance, with this attempt."""
+    run = hashlib.sha256(run_id.encode()).hexdigest()[:8]
+    return f"{ADAPTER_PREFIX}{run}-{epoch:04d}-{instance}-{attempt}-v{version}"
 
 
 def is_same_run(label: str, other: str) -> bool:

@@ -109,6 +109,7 @@ def audit_entries(
         recovered=tables.recovered,
         environment_failed=tables.environment_failed,
         episode_replays=tables.episode_replays,
+        proofs=tables.proofs if settings.adapters else None,
         late_completions=tables.late_completions,
         evaluations=tuple(sorted(tables.reported)),
         replays_differ=tables.replays_differ,

@@ -2,9 +2,10 @@
 
 C1: a request is sent only to an instance that has the version of its tag, by a confirmed push or because it was taken
 over with a label that names the journaled bytes; weights are pushed only to an empty instance; and the server's spans
-report the tag's version for every token. If the strategy updates weights in flight, versions may only rise within an
-attempt, and answers that mix versions are counted. C2: an attempt begins with all known tokens, no token is lost, and
-all attempts share one token budget. Between two attempts a call may add tokens that no version sampled
+report the tag's version for every token. An adapter is loaded beside others, under a name that was not used before, and
+unloaded when no answer of its version is unfinished. If the strategy updates weights in flight, versions may only rise
+within an attempt, and answers that mix versions are counted. C2: an attempt begins with all known tokens, no token is
+lost, and all attempts share one token budget. Between two attempts a call may add tokens that no version sampled
 (audit_calls.py). Drain: a drained instance gets no work, and no instance is dismissed while a request runs on it.
 """
 
@@ -15,7 +16,7 @@ from typing import Any, Final
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import InstanceId, TrajectoryId, VersionId, evaluation_index
+from dora.core.ids import InstanceId, TrajectoryId, evaluation_index
 from dora.core.versions import digest_of
 from dora.journal.audit_tables import NO_END, AuditedAnswer, AuditedInstance, AuditTables
 
@@ -37,12 +38,14 @@ def _on_instance_up(t: AuditTables, event: ev.InstanceUp) -> None:
     instance = t.instance(event.instance)
     instance.incarnation = event.incarnation
     instance.up = True
-    instance.pushing = None
-    instance.holds = _taken_over(t, event) if event.version is not None else None
+    instance.holds = _taken_over(t, event) if event.version is not None else set()
 
 
-def _taken_over(t: AuditTables, event: ev.InstanceUp) -> VersionId | None:
-    """Return the version with which a server was taken over, if it is needed and was published with these bytes."""
+def _taken_over(t: AuditTables, event: ev.InstanceUp) -> set[int]:
+    """Return the version with which a server was taken over, if it is needed and was published with these bytes.
+
+    With adapters there is none: nobody knows by which loads the server has them.
+    """
     assert event.version is not None
     files = t.published.get(event.version)
     journaled = digest_of(files) if files is not None else None
@@ -50,8 +53,8 @@ def _taken_over(t: AuditTables, event: ev.InstanceUp) -> VersionId | None:
         known = f"it was published with '{journaled}'" if journaled is not None else "it was never published"
         found = f"is taken over with version {event.version} and digest '{event.digest}', but {known}"
         t.find(C1_SERVING, "instance", event.instance, found)
-        return None
-    return event.version if event.version in t.stored else None
+        return set()
+    return t.stored & {event.version} if not t.settings.adapters else set()
 
 
 def _on_instance_lost(t: AuditTables, event: ev.InstanceLost) -> None:
@@ -113,7 +116,9 @@ def _on_controller_restarted(t: AuditTables, event: ev.ControllerRestarted) -> N
 
 def _lose(t: AuditTables, instance: AuditedInstance, num_tokens: dict[TrajectoryId, int]) -> None:
     instance.up = False
-    instance.holds = instance.pushing = None
+    instance.holds = set()
+    for table in (instance.pushing, instance.adapters, instance.unloading):
+        table.clear()
     for trajectory in sorted(instance.residents):
         answer = t.answers.get(trajectory)
         if answer is not None:
@@ -126,7 +131,9 @@ def _lose(t: AuditTables, instance: AuditedInstance, num_tokens: dict[Trajectory
 def _push_weights(t: AuditTables, order: cmd.PushWeights) -> None:
     instance = t.instance(order.instance)
     pinned = [id for id in instance.residents if id < 0 or t.settings.rules.in_flight is None]
-    if pinned:
+    if t.settings.adapters:
+        _load_adapter(t, instance, order)
+    elif pinned:
         some = min(pinned)
         tag = f" of version {t.answers[some].version}" if some in t.answers else ""
         found = f"is given version {order.version} while trajectory {some}{tag} runs on it"
@@ -135,25 +142,86 @@ def _push_weights(t: AuditTables, order: cmd.PushWeights) -> None:
         t.find("versions", "version", order.version, f"is pushed to instance {order.instance}, but not in the store")
     if instance.barred:
         t.find(DRAIN, "instance", order.instance, f"is given version {order.version} although it was drained")
-    instance.holds = None
-    instance.pushing = (order.attempt, order.version)
+    if not t.settings.adapters:
+        instance.holds = set()
+        instance.pushing.clear()
+    instance.pushing[order.attempt] = order.version
+
+
+def _load_adapter(t: AuditTables, instance: AuditedInstance, order: cmd.PushWeights) -> None:
+    """Check the load of an adapter beside others."""
+    found = f"is given version {order.version}"
+    if order.version in instance.adapters.values():
+        t.find(C1_SERVING, "instance", order.instance, f"{found}, which it has or may have already")
+    if len(instance.adapters) >= t.settings.num_holdings:
+        t.find(C1_SERVING, "instance", order.instance, f"{found} beside {len(instance.adapters)} others")
+    _name(t, instance, order, f"{found} as load {order.attempt}")
+    instance.adapters[order.attempt] = order.version
+
+
+def _name(t: AuditTables, instance: AuditedInstance, order: cmd.PushWeights | cmd.UnloadVersion, found: str) -> None:
+    """Check that no other load or unload of the server had this attempt: its name is made of it."""
+    if order.attempt <= instance.attempt:
+        t.find(C1_SERVING, "instance", order.instance, f"{found}, but that name was used before")
+    instance.attempt = max(instance.attempt, order.attempt)
 
 
 def _on_weight_push_finished(t: AuditTables, event: ev.WeightPushFinished) -> None:
     instance = t.instance(event.instance)
-    if instance.pushing != (event.attempt, event.version):
+    version = instance.pushing.pop(event.attempt, None)
+    if version is None:
         t.late_completions += 1
-        return
-    instance.pushing = None
-    instance.holds = event.version
+    elif version == event.version:  # else the push has failed
+        instance.holds.add(version)
+        instance.proved.add(event.attempt)
+        t.proofs += t.settings.adapters
 
 
 def _on_weight_push_failed(t: AuditTables, event: ev.WeightPushFailed) -> None:
     instance = t.instance(event.instance)
-    if instance.pushing is None or instance.pushing[0] != event.attempt:
+    if instance.pushing.pop(event.attempt, None) is None:
+        t.late_completions += 1
+
+
+def _unload_version(t: AuditTables, order: cmd.UnloadVersion) -> None:
+    instance = t.instance(order.instance)
+    found = f"unloads version {order.version}"
+    unfinished = [id for id, a in t.answers.items() if a.version == order.version and not (a.finished or a.graded)]
+    users = [id for id in unfinished if id in instance.residents]
+    needed = [id for id in unfinished if t.is_wanted(id)] if order.version in instance.holds else []
+    if users:
+        t.find(C1_SERVING, "instance", order.instance, f"{found} while trajectory {min(users)} runs on it")
+    elif needed:
+        t.find(C1_SERVING, "instance", order.instance, f"{found} while trajectory {min(needed)} is unfinished")
+    is_busy = order.load in instance.pushing or order.load in instance.unloading.values()
+    if instance.adapters.get(order.load) != order.version or is_busy:
+        found_load = "is under way" if is_busy else "has another version or is unknown"
+        t.find(C1_SERVING, "instance", order.instance, f"{found}, but its load {order.load} {found_load}")
+    _name(t, instance, order, f"{found} as attempt {order.attempt}")
+    instance.holds.discard(order.version)
+    instance.unloading[order.attempt] = order.load
+
+
+def _on_version_unloaded(t: AuditTables, event: ev.VersionUnloaded) -> None:
+    instance = t.instance(event.instance)
+    load = instance.unloading.pop(event.attempt, None)
+    if load is None:
         t.late_completions += 1
         return
-    instance.pushing = None
+    instance.adapters.pop(load, None)
+    t.proofs += load in instance.proved
+    instance.proved.discard(load)
+
+
+def _on_version_unload_failed(t: AuditTables, event: ev.VersionUnloadFailed) -> None:
+    instance = t.instance(event.instance)
+    load = instance.unloading.pop(event.attempt, None)
+    if load is None:
+        t.late_completions += 1
+    elif event.disproved:
+        instance.proved.discard(load)  # what unloads it next asks for no proof
+        found = f"answered under version {instance.adapters.get(load)} from another adapter: {event.reason}"
+        t.find(C1_SERVING, "instance", event.instance, found)
 
 
 # -- answers ------------------------------------------------------------------------------------------------------
@@ -169,8 +237,8 @@ def _generate(t: AuditTables, order: cmd.Generate) -> None:
     carried_over = t.settings.rules.in_flight is not None and id >= 0 and order.version > answer.version
     if order.version != answer.version and not carried_over:
         t.find(C1_TAG, "trajectory", id, f"is to be generated by version {order.version}, its tag is {answer.version}")
-    if instance.holds != order.version:
-        held = f"version {instance.holds}" if instance.holds is not None else "no confirmed version"
+    if order.version not in instance.holds:
+        held = f"version {', '.join(map(str, sorted(instance.holds)))}" if instance.holds else "no confirmed version"
         found = f"of version {order.version} goes to instance {order.instance}, which holds {held}"
         t.find(C1_SERVING, "trajectory", id, found)
     if instance.barred:
@@ -320,6 +388,9 @@ HANDLERS: Final[dict[type, Callable[[AuditTables, Any], None]]] = {
     cmd.PushWeights: _push_weights,
     ev.WeightPushFinished: _on_weight_push_finished,
     ev.WeightPushFailed: _on_weight_push_failed,
+    cmd.UnloadVersion: _unload_version,
+    ev.VersionUnloaded: _on_version_unloaded,
+    ev.VersionUnloadFailed: _on_version_unload_failed,
     cmd.Generate: _generate,
     ev.ProgressReported: _on_progress_reported,
     ev.GenerationFinished: _on_generation_finished,

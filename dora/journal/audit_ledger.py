@@ -276,13 +276,13 @@ def _on_version_published(t: AuditTables, event: ev.VersionPublished) -> None:
 
 def _release_version(t: AuditTables, order: cmd.ReleaseVersion) -> None:
     version = order.version
-    pushed = any(i.pushing is not None and i.pushing[1] == version for i in t.instances.values())
+    held = [id for id, i in sorted(t.instances.items()) if version in (*i.pushing.values(), *i.adapters.values())]
     sampled = any(a.version == version for id, a in t.answers.items() if id < 0)
-    in_use = (t.untrained[version] and t.settings.rules.in_flight is None) or pushed or sampled
+    in_use = (t.untrained[version] and t.settings.rules.in_flight is None) or held or sampled
     if version not in t.stored or version == t.newest or in_use:
-        t.find(
-            VERSIONS, "version", version, f"is released, but still needed (untrained groups: {t.untrained[version]})"
-        )
+        where = f", on instances {', '.join(map(str, held))}" if held else ""
+        found = f"is released, but still needed (untrained groups: {t.untrained[version]}{where})"
+        t.find(VERSIONS, "version", version, found)
     t.stored.discard(version)
 
 

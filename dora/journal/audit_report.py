@@ -61,6 +61,7 @@ class AuditReport:
     recovered: int  #: trajectories that continued after their instance was lost
     environment_failed: int  #: trajectories without a reward because their environment could not go on
     episode_replays: int  #: of lost environments
+    proofs: int | None  #: of adapters, after loads and before unloads; None: versions are full weights
     late_completions: int  #: completions of an old attempt, ignored; micro-batches are not counted
     evaluations: tuple[int, ...]  #: versions evaluated
     replays_differ: int  #: versions that a replay computed with other bytes (0 if the trainer is deterministic)
@@ -89,6 +90,10 @@ def render(report: AuditReport, *, max_violations: int = 20) -> str:
         f"  versions     at most {report.max_live_versions} live, evaluated {list(report.evaluations)}",
         f"  moves        {report.migrations} answers moved, {report.recovered} recovered after a loss, "
         f"{report.late_completions} late completions ignored",
+        *(
+            [f"  adapters     {report.proofs} proofs; servers do not report which one answered, so C1 is of requests"]
+            * (report.proofs is not None)
+        ),
         f"  token store  {tokens}",
         *(
             [f"  environments {report.environment_failed} trajectories failed, {report.episode_replays} replays"]

@@ -25,8 +25,14 @@ class AuditedInstance:
 
     incarnation: int = 0
     up: bool = False
-    holds: int | None = None  #: version of the last confirmed push, or of its take-over, if no push has begun since
-    pushing: tuple[int, int] | None = None  #: (attempt, version) of the push under way
+    #: What it has by confirmed pushes or its take-over: one version if it has full weights, until the next push begins.
+    holds: set[int] = field(default_factory=set)
+    pushing: dict[int, int] = field(default_factory=dict)  #: of each push under way: attempt -> version
+    #: Adapters that it has or may have: attempt of the push -> version.
+    adapters: dict[int, int] = field(default_factory=dict)
+    proved: set[int] = field(default_factory=set)  #: attempts of pushes that were confirmed
+    unloading: dict[int, int] = field(default_factory=dict)  #: of each unload under way: attempt -> that of the push
+    attempt: int = 0  #: of the latest push or unload
     barred: bool = False  #: drained on request
     was_barred: bool = False  #: `barred` before the last request, which the core may refuse
     residents: set[TrajectoryId] = field(default_factory=set)
@@ -130,6 +136,7 @@ class AuditTables:
         self.environment_failed = 0
         self.episode_replays = 0
         self.late_completions = 0
+        self.proofs = 0  #: of adapters
         self.restarts = 0
         self.end = NO_END
 

@@ -8,6 +8,9 @@ A row of the timeline is an object: `kind` as above, `at` and `s` (start and len
 began. A row with more than 64 lanes has `folded` instead of `lanes`: lane-seconds, added up over all lanes. A row of
 instances also has `moved` and `published`. `moved` is the number of answers that came from another instance, by lane;
 lane -1 stands for all lanes. `published` has each version that became available, with the time.
+
+With adapters, an instance decodes answers of several versions at once. Its spans have the newest of these versions. A
+row says so (`shared`) and divides the time of `decoding` and `prefill` among them, in proportion to their requests.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ class TimelineRow(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     folded: list[Entry] = msgspec.field(default_factory=list)
     moved: dict[int, int] = msgspec.field(default_factory=dict)
     published: list[tuple[int, float]] = msgspec.field(default_factory=list)
+    shared: bool = False
 
 
 #: Maximum number of lanes in a row. With more lanes, it has lane-seconds by activity and version instead.

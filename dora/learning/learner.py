@@ -63,7 +63,7 @@ class VersionsInMemory:
         self._policy = policy
         self._kept: dict[int, Weights] = {}
 
-    def publish(self, version: VersionId, *, chain: str) -> None:
+    def publish(self, version: VersionId, *, chain: str, proof: None = None) -> None:
         """Keep the weights as they are now."""
         self._kept[version] = {name: tensor.clone() for name, tensor in gather(self._policy).items()}
 

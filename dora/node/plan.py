@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from dora.config.schema import Config
-from dora.engine.engines import COMMANDS
+from dora.engine.engines import ADAPTER_FLAGS, COMMANDS, adapter_needs
 from dora.errors import ConfigError
 
 HOST = "127.0.0.1"
@@ -88,7 +88,9 @@ def _engine(
     config: Config, *, name: str, host: str, model: Path, env: Mapping[str, str], part: ServerPart | None
 ) -> ProcessPlan:
     engine = config.engine
-    words = [*(engine.command or COMMANDS[engine.kind]), *engine.args]
+    needs = adapter_needs(config)
+    flags = ADAPTER_FLAGS[engine.kind](needs) if needs is not None and not engine.command else ()
+    words = [*(engine.command or COMMANDS[engine.kind]), *flags, *engine.args]
     values: dict[str, object] = {
         "model": model,
         "host": host,

@@ -15,7 +15,7 @@ from typing import Final
 from dora.weights.source import VersionSource
 
 
-class Holding(Enum):
+class Stock(Enum):
     """What a node has of a version."""
 
     NOTHING = "nothing"  # it is to receive it, and has not begun
@@ -28,22 +28,22 @@ class Holding(Enum):
 MAX_OTHERS: Final = 3
 
 
-def choose(chain: Sequence[Holding]) -> list[list[int]]:
+def choose(chain: Sequence[Stock]) -> list[list[int]]:
     """Return the sources of each receiver, as positions in the chain, whose last one may be the maker.
 
     Empty if it has the version, if it should wait for its predecessor to begin, or if no node has the version.
     """
-    complete = [i for i, held in enumerate(chain) if held is Holding.ALL][:MAX_OTHERS]
+    complete = [i for i, held in enumerate(chain) if held is Stock.ALL][:MAX_OTHERS]
     found: list[list[int]] = []
     earlier: int | None = None
     for position, held in enumerate(chain):
-        if held is Holding.ALL or (earlier is not None and chain[earlier] is Holding.NOTHING):
+        if held is Stock.ALL or (earlier is not None and chain[earlier] is Stock.NOTHING):
             found.append([])
         elif earlier is None:
             found.append(complete)
         else:
             found.append([earlier, *(source for source in complete if source != earlier)])
-        if held is not Holding.GONE:
+        if held is not Stock.GONE:
             earlier = position
     return found
 

@@ -19,7 +19,7 @@ import structlog
 from dora.core.ids import VersionId
 from dora.errors import RemoteError
 from dora.node.place import Changes, Place
-from dora.node.sources import Holding, choose, last_known
+from dora.node.sources import Stock, choose, last_known
 from dora.transport.node_messages import FolderOrder, RelaySource
 from dora.weights.merging import has_recipe
 from dora.weights.relay import Relay
@@ -57,7 +57,7 @@ class Spread:
         self._source = source
         self._changes = changes
         self._manifests: dict[VersionId, Manifest] = {}
-        self._own: dict[VersionId, Holding] = {}  # what this host has
+        self._own: dict[VersionId, Stock] = {}  # what this host has
         self._released: set[VersionId] = set()  # that nodes may still need as bases
         #: Versions that the ranks will write again: on their node, so that the journaled bytes are kept.
         self._again: dict[VersionId, Manifest] = {}
@@ -65,7 +65,7 @@ class Spread:
     def hold_again(self, manifest: Manifest) -> None:
         """Have the ranks' node receive a version that its ranks will write again."""
         self._again[manifest.version] = manifest
-        self._own.setdefault(manifest.version, Holding.NOTHING)
+        self._own.setdefault(manifest.version, Stock.NOTHING)
         self.note_own(manifest.version)
 
     def has_again(self, place: Place) -> bool:
@@ -76,26 +76,26 @@ class Spread:
         """Have the nodes receive a version that is journaled."""
         self._again.pop(manifest.version, None)
         self._manifests[manifest.version] = manifest
-        self._own.setdefault(manifest.version, Holding.NOTHING)
+        self._own.setdefault(manifest.version, Stock.NOTHING)
         self.note_own(manifest.version)
 
     def note_own(self, version: VersionId) -> None:
         """Look whether this host's store has a version."""
         with suppress(StoreError):
             self._store.folder(version)
-            self._own[version] = Holding.ALL
+            self._own[version] = Stock.ALL
         self._changes.tell()
 
     async def fetch(self, version: VersionId) -> None:
         """Bring a version into this host's store, unless it is there, or is released meanwhile."""
-        if self._own.get(version) is Holding.ALL and (base := self._base(version)) is not None:
+        if self._own.get(version) is Stock.ALL and (base := self._base(version)) is not None:
             with suppress(StoreError):
                 await self._relay.offer_delta(version, base)
-        while (holding := self._own.get(version)) in (Holding.NOTHING, Holding.SOME):
-            if holding is Holding.SOME:  # another call receives it: the version was published again meanwhile
-                await self._changes.until(lambda: self._own.get(version) is not Holding.SOME)
+        while (holding := self._own.get(version)) in (Stock.NOTHING, Stock.SOME):
+            if holding is Stock.SOME:  # another call receives it: the version was published again meanwhile
+                await self._changes.until(lambda: self._own.get(version) is not Stock.SOME)
                 continue
-            self._own[version] = Holding.SOME
+            self._own[version] = Stock.SOME
             try:
                 await self._changes.until(lambda: version not in self._own or bool(self._own_sources(version)))
                 if version in self._own:
@@ -103,14 +103,14 @@ class Spread:
                     await self._relay.fetch(
                         self._manifests[version], sources, base=self._base(version), model=self._model
                     )
-                    self._own[version] = Holding.ALL
+                    self._own[version] = Stock.ALL
                     self._changes.tell()
             except StoreError as err:
                 log.warning("version_not_received", version=version, reason=str(err))
                 await asyncio.sleep(FETCH_PAUSE_S)
             finally:
-                if self._own.get(version) is Holding.SOME:
-                    self._own[version] = Holding.NOTHING
+                if self._own.get(version) is Stock.SOME:
+                    self._own[version] = Stock.NOTHING
                     self._changes.tell()
 
     def release(self, version: VersionId) -> None:
@@ -134,7 +134,7 @@ class Spread:
         if newest == version:
             return True
         found = {_holding(place, following) for place in self._places if not place.has_ranks} | {self._own[following]}
-        return not found <= {Holding.ALL, Holding.GONE}
+        return not found <= {Stock.ALL, Stock.GONE}
 
     async def folder(self, place: Place, version: VersionId) -> Path:
         """Wait until a node has a version, and return its folder there; RemoteError if the node is lost."""
@@ -186,7 +186,7 @@ class Spread:
         """Return all receivers, each with its sources; None is this host."""
         rolling = [] if version in self._again else [place for place in self._places if not place.has_ranks]
         chain = [*rolling, None, *([self.maker] if self.maker is not None else [])]
-        own = self._own.get(version, Holding.NOTHING)
+        own = self._own.get(version, Stock.NOTHING)
         chosen = choose([own if place is None else _holding(place, version) for place in chain])
         return [
             (place, tuple(self._source_at(chain[i]) for i in sources))
@@ -200,12 +200,12 @@ class Spread:
         return place.report.relay
 
 
-def _holding(place: Place, version: VersionId) -> Holding:
+def _holding(place: Place, version: VersionId) -> Stock:
     report = place.report
     if report is None or place.is_silent:
-        return Holding.GONE
+        return Stock.GONE
     if version in report.versions:
-        return Holding.ALL
+        return Stock.ALL
     if report.problem:
-        return Holding.GONE
-    return Holding.SOME if version in report.fetching else Holding.NOTHING
+        return Stock.GONE
+    return Stock.SOME if version in report.fetching else Stock.NOTHING

@@ -3,7 +3,7 @@
 Invariant: a child has its own session, so that Ctrl-C in the terminal reaches only the controller; its output is in its
 log file; and it never outlives the controller, not even after kill -9: the kernel kills it (Linux), and an open `Node`
 holds the lease that the child watches. The owner of a child decides about restarts: `Child` implements
-`controller.fleet.Server`, which restarts engines with pauses and a limit; a trainer that ends early ends the run.
+`controller.fleet.KeptServer`, which restarts engines with pauses and a limit; a trainer that ends early ends the run.
 
 Output loop, one per child with a ready line. Consumes: its standard output. Produces: its log, and the URL of the ready
 line. Waits for: the next bytes. Unblocked by: any output, and the child's end.

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Final
 
 from dora.core.admission import Refusal, why_not_admitted
+from dora.core.ids import VersionId
 from dora.core.phases import PUSHING, GroupPhase, TrajectoryPhase, WeightsPhase
 from dora.core.state import State
-from dora.core.tables import Instance
+from dora.core.tables import Holding, Server
 
-_LOST: Final = WeightsPhase.LOST  # globals: see core/tables.py
-_CALLING: Final = TrajectoryPhase.CALLING
+_CALLING: Final = TrajectoryPhase.CALLING  # globals: see core/tables.py
 
 #: What a rank does.
 RANK: Final = {
@@ -62,15 +62,15 @@ WAITING: Final = {
 }
 
 
-def instance_activity(state: State, instance: Instance, *, stage: str, is_sampling: bool, refusal: str) -> str:
+def instance_activity(state: State, instance: Server, *, stage: str, is_sampling: bool, refusal: str) -> str:
     """Return what an instance does.
 
     `stage`: of its push, if one is under way. `is_sampling`: whether a resident got a token of its present request.
     `refusal`: why no group is admitted now (`admission_refusal`).
     """
-    if instance.weights is _LOST:
+    if instance.is_lost:
         return "down"
-    if instance.weights in PUSHING:
+    if instance.is_updating or (not instance.residents and any(h.phase in PUSHING for h in instance.holdings)):
         return f"push:{stage}"
     if instance.residents:
         if is_sampling:
@@ -80,16 +80,26 @@ def instance_activity(state: State, instance: Instance, *, stage: str, is_sampli
     return f"empty:{_why_empty(state, instance, refusal)}"
 
 
-def _why_empty(state: State, instance: Instance, refusal: str) -> str:
+def shown(instance: Server) -> Holding:
+    """Return the holding to show: of several, that of the newest version, confirmed or else under way or in doubt."""
+    return max(instance.holdings, key=lambda h: (_number(h.version), _number(h.pushing), _number(h.adapter)))
+
+
+def _number(version: VersionId | None) -> int:
+    return -1 if version is None else version
+
+
+def _why_empty(state: State, instance: Server, refusal: str) -> str:
     if not instance.is_member:
         return "drained"
     if refusal == Refusal.ENDED.name.lower():
         return refusal
-    if instance.weights is WeightsPhase.BLANK:
+    holding = shown(instance)
+    if holding.phase is WeightsPhase.BLANK:
         return "new"
-    if instance.weights is WeightsPhase.QUARANTINED:
+    if holding.phase is WeightsPhase.QUARANTINED:
         return "quarantined"
-    return refusal if instance.version == state.window.newest else "old_version"
+    return refusal if holding.version == state.window.newest else "old_version"
 
 
 def admission_refusal(state: State) -> str:

@@ -2,7 +2,7 @@
 
 Invariant: folded from events alone, so that a replay gives the same. A start is forgotten at its end, and work that
 starts again (a request that was moved or that a new controller repeats, a push that is retried) is timed from its new
-start.
+start. Several adapters may be loaded and unloaded at once on one instance.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ TIMED: Final = {
     "step": "From the end of a step's training to that of the next.",
     "generation": "Requests to instances, from the order to the end; an answer that is moved or calls has several.",
     "push": "Weight pushes that were confirmed.",
+    "unload": "Unloads of adapters that were confirmed.",
     "grading": "Grading of an answer, queueing included.",
     "call": "Calls of environments, queueing included.",
 }
@@ -42,12 +43,13 @@ class DurationHistogram:
 
 class _Timed(NamedTuple):
     name: str  # of TIMED
-    of: str  # the attribute with the id
+    of: str  # the attribute with the id, which has one attempt under way, or several if it is an instance
 
 
 _BEGINS: Final = {
     cmd.Generate: _Timed("generation", "trajectory"),
     cmd.PushWeights: _Timed("push", "instance"),
+    cmd.UnloadVersion: _Timed("unload", "instance"),
     cmd.GradeTrajectory: _Timed("grading", "trajectory"),
     cmd.CallEnvironment: _Timed("call", "trajectory"),
 }
@@ -56,13 +58,15 @@ _ENDS: Final = {
     ev.GenerationStopped: _Timed("generation", "trajectory"),
     ev.CallStarted: _Timed("generation", "trajectory"),
     ev.WeightPushFinished: _Timed("push", "instance"),
+    ev.VersionUnloaded: _Timed("unload", "instance"),
     ev.TrajectoryGraded: _Timed("grading", "trajectory"),
     ev.CallFinished: _Timed("call", "trajectory"),
     ev.GenerationFailed: _Timed("generation", "trajectory"),
     ev.WeightPushFailed: _Timed("push", "instance"),
+    ev.VersionUnloadFailed: _Timed("unload", "instance"),
 }
 #: Ends whose durations are not noted.
-_FAILURES: Final = (ev.GenerationFailed, ev.WeightPushFailed)
+_FAILURES: Final = (ev.GenerationFailed, ev.WeightPushFailed, ev.VersionUnloadFailed)
 
 
 class Durations:
@@ -70,7 +74,7 @@ class Durations:
 
     def __init__(self) -> None:
         self.histograms = {name: DurationHistogram() for name in TIMED}
-        self._began: dict[tuple[str, int], tuple[int, float]] = {}  # attempt and time, by name and id
+        self._began: dict[tuple[str, int], dict[int, float]] = {}  # time by attempt, by name and id
         self._trained_at: float | None = None  # None until the first event
 
     def note(self, event: ev.Event, commands: Sequence[cmd.Command]) -> None:
@@ -80,17 +84,29 @@ class Durations:
         if isinstance(event, ev.StepTrained):
             self.histograms["step"].note(event.at - self._trained_at)
             self._trained_at = event.at
+        elif isinstance(event, ev.ControllerRestarted):
+            self._began.clear()
+        elif isinstance(event, ev.InstanceLost | ev.InstanceRemoved):
+            for name in ("push", "unload"):
+                self._began.pop((name, event.instance), None)
         elif (timed := _ENDS.get(type(event))) is not None:
             self._end(timed, event)
         for command in commands:
             if (timed := _BEGINS.get(type(command))) is not None:
-                id, attempt = getattr(command, timed.of), command.attempt  # type: ignore[attr-defined]
-                self._began[timed.name, id] = attempt, event.at
+                self._begin(timed, command, at=event.at)
+
+    def _begin(self, timed: _Timed, order: cmd.Command, *, at: float) -> None:
+        key, attempt = (timed.name, getattr(order, timed.of)), order.attempt  # type: ignore[attr-defined]
+        if timed.of == "instance":
+            self._began.setdefault(key, {})[attempt] = at
+        else:
+            self._began[key] = {attempt: at}
 
     def _end(self, timed: _Timed, event: ev.Event) -> None:
-        key = timed.name, getattr(event, timed.of)
-        attempt, began = self._began.get(key, (None, 0.0))
-        if attempt == event.attempt:  # type: ignore[attr-defined]
-            del self._began[key]
-            if not isinstance(event, _FAILURES):
-                self.histograms[timed.name].note(event.at - began)
+        key, attempt = (timed.name, getattr(event, timed.of)), event.attempt  # type: ignore[attr-defined]
+        attempts = self._began.get(key, {})
+        began = attempts.pop(attempt, None)
+        if not attempts:
+            self._began.pop(key, None)
+        if began is not None and not isinstance(event, _FAILURES):
+            self.histograms[timed.name].note(event.at - began)

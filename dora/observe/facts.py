@@ -59,6 +59,7 @@ class ShellFacts:
     later_s: float = 0.0  #: duration of all steps but the first, whose duration includes the start of the run
     later_idle_s: float = 0.0  #: the part of it in which the trainer had nothing to do
     trainer_metrics: dict[str, float] = field(default_factory=dict)  #: of the last step
+    mismatches: dict[InstanceId, float] = field(default_factory=dict)  #: k3 between each instance and the trainer
     durations: Durations = field(default_factory=Durations)
     scores: list[Score] = field(default_factory=list)  #: in the order of evaluation
     requests: deque[RequestRow] = field(default_factory=deque)  #: of users, oldest first

@@ -10,20 +10,23 @@ the fastest of the rank's recent messages, so that neither the difference nor a 
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.ids import InstanceId, TrajectoryId, VersionId
+from dora.core.phases import TrajectoryPhase
 from dora.core.state import State
-from dora.core.tables import Instance
+from dora.core.tables import Server
 from dora.journal.spans import Kind, SpanLine, TimelineRow, encode_line
-from dora.observe.activities import admission_refusal, instance_activity, waiting_cause
+from dora.observe.activities import admission_refusal, instance_activity, shown, waiting_cause
 from dora.observe.timeline import Doing, Timeline
 from dora.transport.messages import RankSpans
+
+_CALLING: Final = TrajectoryPhase.CALLING  # globals: see core/tables.py
 
 #: Number of recent messages of a rank from which the difference between its clock and the controller's is taken.
 RECENT_MESSAGES: Final = 64
@@ -43,6 +46,7 @@ class _Lane:
     doing: Doing
     since: float
     counted: float  # end of the part that is added up already
+    requests: Mapping[VersionId, int]  # that are decoded, by version; empty unless versions share the instance
 
 
 @dataclass(slots=True)
@@ -89,7 +93,7 @@ class Lanes:
         begins = {row.kind: row.at + row.s for row in rows}
         self._timelines: dict[Kind, Timeline] = {
             "rank": Timeline("rank", begin=begins.get("rank", 0.0)),
-            "instance": Timeline("instance", begin=begins.get("instance", 0.0)),
+            "instance": Timeline("instance", begin=begins.get("instance", 0.0), shared=state.settings.adapters),
         }
         self._step_at = step_at
         ends = self._take_up(spans)
@@ -101,7 +105,8 @@ class Lanes:
             self._sampling[id] = {*instance.residents}
             self._where |= dict.fromkeys(instance.residents, id)
             since = ends.get(("instance", id), state.now)
-            self._lanes[id] = _Lane(self._doing(instance), since, since)
+            requests = _requests(instance)
+            self._lanes[id] = _Lane(self._doing(instance, requests), since, since, requests)
 
     def _take_up(self, spans: Iterable[SpanLine]) -> dict[tuple[Kind, int], float]:
         """Count what was written before a resume; return the end of each lane."""
@@ -155,7 +160,8 @@ class Lanes:
                 self._sampling.setdefault(command.instance, set()).discard(command.trajectory)
                 touched.add(command.instance)
             elif isinstance(command, cmd.PushWeights):
-                self._stages[command.instance] = "wait"
+                is_adapter = self._state.settings.adapters  # whose load reports no stages
+                self._stages[command.instance] = "load" if is_adapter else "wait"
                 touched.add(command.instance)
             elif isinstance(command, cmd.DropGroup):
                 for sibling in range(len(command.rewards)):
@@ -243,7 +249,7 @@ class Lanes:
 
     # -- lanes ------------------------------------------------------------------------------------------------------
 
-    def _doing(self, instance: Instance) -> Doing:
+    def _doing(self, instance: Server, requests: Mapping[VersionId, int]) -> Doing:
         if not instance.residents and self._state.now - self._refusal_at >= REFUSAL_S * len(self._state.instances):
             self._refusal, self._refusal_at = admission_refusal(self._state), self._state.now
         activity = instance_activity(
@@ -253,7 +259,9 @@ class Lanes:
             is_sampling=bool(self._sampling.get(instance.id)),
             refusal=self._refusal,
         )
-        return activity, instance.pushing if instance.pushing is not None else instance.version
+        holding = shown(instance)
+        version = holding.pushing if holding.pushing is not None else holding.version
+        return activity, max(requests, default=version)
 
     def _look(self, id: InstanceId, at: float) -> None:
         """End the span of an instance if it does something else now."""
@@ -262,12 +270,16 @@ class Lanes:
             if lane is not None:
                 self._end(id, at)
             return
-        doing = self._doing(instance)
-        if lane is not None and doing != lane.doing:
+        requests = _requests(instance)
+        doing = self._doing(instance, requests)
+        if lane is None:
+            self._lanes[id] = _Lane(doing, at, at, requests)
+        elif doing != lane.doing:
             self._end(id, at)
-            self._lanes[id] = _Lane(doing, lane.counted, lane.counted)
-        elif lane is None:
-            self._lanes[id] = _Lane(doing, at, at)
+            self._lanes[id] = _Lane(doing, lane.counted, lane.counted, requests)
+        elif requests != lane.requests:
+            self._count_lane(id, lane, at)
+            lane.requests = requests
 
     def _end(self, id: InstanceId, at: float) -> None:
         """End a span, but not before the time already counted: an event may be older than the event before it."""
@@ -281,21 +293,36 @@ class Lanes:
 
     def _count_lane(self, id: InstanceId, lane: _Lane, until: float) -> None:
         if until > lane.counted:
-            self._count("instance", id, lane.doing, lane.counted, until)
+            self._count("instance", id, lane.doing, lane.counted, until, requests=lane.requests)
             lane.counted = until
 
     def _add_rank_span(self, rank: int, activity: str, start: float, end: float) -> None:
         self._count("rank", rank, (activity, None), start, end)
         self._add_line("rank", rank, (activity, None), start, end)
 
-    def _count(self, kind: Kind, lane: int, doing: Doing, start: float, end: float, *, is_new: bool = True) -> None:
+    def _count(
+        self,
+        kind: Kind,
+        lane: int,
+        doing: Doing,
+        start: float,
+        end: float,
+        *,
+        is_new: bool = True,
+        requests: Mapping[VersionId, int] | None = None,
+    ) -> None:
         """Add up a span. If ranks report time before a step's row only after that row, it belongs to the next row."""
-        if end > start:
-            self._totals[kind][doing[0]] += end - start
-            begin = start if is_new and kind == "rank" else max(start, self._step_at)
-            if end > begin:
-                self._since_step[kind][doing[0]] += end - begin
-            self._timelines[kind].add(lane, doing, start, end)
+        if end <= start:
+            return
+        activity, version = doing
+        self._totals[kind][activity] += end - start
+        begin = start if is_new and kind == "rank" else max(start, self._step_at)
+        if end > begin:
+            self._since_step[kind][activity] += end - begin
+        parts: Collection[tuple[int | None, int]] = requests.items() if requests else [(version, 1)]
+        whole = sum(count for _, count in parts)
+        for one, count in parts:
+            self._timelines[kind].add(lane, (activity, one), start, end, share=count / whole)
 
     def _add_line(self, kind: Kind, lane: int, doing: Doing, start: float, end: float) -> None:
         start, end = round(start, 6), round(end, 6)
@@ -338,6 +365,13 @@ class Lanes:
         known = {"instance": at, "rank": min((lane.until for lane in self._ranks), default=at)}
         for kind, timeline in self._timelines.items():
             self._rows += map(encode_line, timeline.rows(known[kind]))
+
+
+def _requests(instance: Server) -> Mapping[VersionId, int]:
+    """Return how many requests are decoded under each version, if versions share the instance."""
+    if not instance.is_shared:
+        return {}
+    return Counter(t.version for t in instance.residents.values() if t.phase is not _CALLING)
 
 
 def _nothing_spent() -> dict[Kind, defaultdict[str, float]]:

@@ -6,6 +6,7 @@ Invariant: pure; a function of the snapshot.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:  # snapshot.py imports this module
@@ -97,28 +98,26 @@ def _evaluation(s: Snapshot, *, of: str = "") -> str:
 
 def _servers(s: Snapshot) -> str:
     """Return who generates with which version, newest first, and what the other servers do."""
-    busy: Counter[int] = Counter()
-    others: Counter[str] = Counter()
-    for row in s.instances:
-        if row.residents and row.version is not None:
-            busy[row.version] += 1
-        else:
-            others[_does(row)] += 1
+    busy = [row.running for row in s.instances if row.running]
+    others = Counter(_does(row) for row in s.instances if not row.running)
     clauses = [_generating(busy, s), *(f"{_word(n)} {_is(what, n)}" for what, n in others.items() if n)]
     text = "; ".join([clauses[0], ", ".join(clauses[1:])] if clauses[1:] else clauses)
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _generating(busy: Counter[int], s: Snapshot) -> str:
-    total, versions = busy.total(), sorted(busy, reverse=True)
+def _generating(busy: Sequence[tuple[int, ...]], s: Snapshot) -> str:
+    """`busy`: the versions of each server that generates."""
+    total, servers = len(busy), Counter(version for running in busy for version in running)
+    versions = sorted(servers, reverse=True)
     verb = "generates" if total == 1 else "generate"
     if not total:
         return "no server generates"
     if len(versions) == 1:
         return f"{_word(total)} {_noun(total)} {verb} with v{versions[0]}"
     evaluated = {row.version: " (evaluation)" for row in s.versions if row.evaluating and not row.is_live}
-    named = [f"v{version} on {busy[version]:,}{evaluated.get(version, '')}" for version in versions[:_NAMED_VERSIONS]]
-    older = sum(busy[version] for version in versions[_NAMED_VERSIONS:])
+    shown = versions[:_NAMED_VERSIONS]
+    named = [f"v{version} on {servers[version]:,}{evaluated.get(version, '')}" for version in shown]
+    older = sum(min(running) < shown[-1] for running in busy)
     return (
         f"{_word(total)} {_noun(total)} {verb}: {', '.join([*named, *([f'older ones on {older:,}'] if older else [])])}"
     )

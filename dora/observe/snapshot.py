@@ -21,10 +21,10 @@ from dora.core.events import NoPrompt
 from dora.core.ids import GroupId, VersionId
 from dora.core.phases import HOLDS_VERSION, GroupPhase, Membership, TrajectoryPhase, WeightsPhase
 from dora.core.state import State
-from dora.core.tables import Instance
+from dora.core.tables import Server
 from dora.core.versions import Version
 from dora.errors import ProtocolError
-from dora.observe.activities import trainer_waits_for
+from dora.observe.activities import shown, trainer_waits_for
 from dora.observe.drift import Alarm
 from dora.observe.durations import DurationHistogram
 from dora.observe.episodes import EnvironmentRow
@@ -68,6 +68,16 @@ class VersionRow:
     unfinished: Annotated[int, Metric("version_unfinished", "Unfinished trajectories of a policy version.")]
     waiting: int  #: unfinished trajectories that are queued
     evaluating: bool
+    unloading: int = 0  #: instances that are unloading its adapter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldingRow:
+    """One adapter that an instance has, gets, or may have."""
+
+    version: int
+    phase: str  #: loading, serving, unloading, quarantined (a load or unload failed: the instance may have it or not)
+    requests: int  #: being decoded with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,15 +86,27 @@ class InstanceRow:
 
     instance: int
     url: str  #: "" while it is lost
-    phase: str  #: starting (up before a resume), loading, serving, draining, updating, quarantined, lost
-    version: int | None  #: confirmed; None unless serving or draining
-    pushing: int | None  #: version of the push under way
+    phase: str  #: starting (up before a resume), loading, serving, draining, updating, unloading, quarantined, lost
+    version: int | None  #: confirmed, the newest of several; None unless serving or draining
+    pushing: int | None  #: version of the push under way; of adapters see `holdings`
     residents: Annotated[int, Metric("instance_residents", "Requests being decoded by an instance.")]
     slots: int
     kv_load: int  #: KV tokens reserved for residents and for moves under way
     kv_tokens: int
     incarnation: int  #: number of times it has started
     asked: str  #: the user's request about the instance: "drain", "remove" or ""
+    mismatch_k3: Annotated[
+        float | None,
+        Metric("instance_mismatch_k3", "Mean k3 of an instance and the trainer under one version."),
+    ] = None  #: of its last fresh answers whose log-probs ranks have sent; None if there were none
+    holdings: tuple[HoldingRow, ...] = ()  #: adapters, oldest version first; empty if versions are full weights
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """Versions with requests."""
+        if self.holdings:
+            return tuple(holding.version for holding in self.holdings if holding.requests)
+        return (self.version,) if self.residents and self.version is not None else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +256,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
     ledger, settings = state.ledger, state.settings
     staleness = state.counters.staleness
     live = set(state.window.live())
+    unloading = _unloading(state)
     now = Snapshot(
         sentence="",
         run_id=shell.run_id,
@@ -251,7 +274,10 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         step_forming=state.formation.step,
         step_committed=state.formation.committed,
         newest_version=state.window.newest,
-        versions=tuple(_version_row(e, state=state, live=live) for e in state.window.entries.values()),
+        versions=tuple(
+            _version_row(e, state=state, live=live, unloading=unloading[e.number])
+            for e in state.window.entries.values()
+        ),
         num_servers=shell.num_servers,
         instances=tuple(_instance_row(i, shell=shell) for i in state.instances.values()),
         instances_by_phase=_count_phases(state, shell),
@@ -305,7 +331,11 @@ def decode(body: bytes) -> Snapshot:
         raise ProtocolError(f"not the status of a run: {err}") from err
 
 
-def _version_row(entry: Version, *, state: State, live: set[VersionId]) -> VersionRow:
+def _unloading(state: State) -> Counter[VersionId | None]:
+    return Counter(h.adapter for i in state.instances.values() for h in i.holdings if h.phase is WeightsPhase.UNLOADING)
+
+
+def _version_row(entry: Version, *, state: State, live: set[VersionId], unloading: int) -> VersionRow:
     return VersionRow(
         version=entry.number,
         is_newest=entry.number == state.window.newest,
@@ -316,31 +346,48 @@ def _version_row(entry: Version, *, state: State, live: set[VersionId]) -> Versi
         unfinished=entry.unfinished,
         waiting=entry.num_waiting,
         evaluating=entry.evaluating,
+        unloading=unloading,
     )
 
 
-def _instance_row(instance: Instance, *, shell: ShellFacts) -> InstanceRow:
+def _instance_row(instance: Server, *, shell: ShellFacts) -> InstanceRow:
+    holding = shown(instance)
     return InstanceRow(
         instance=instance.id,
         url=shell.urls.get(instance.id, ""),
         phase=_phase_of(instance, shell),
-        version=instance.version,
-        pushing=instance.pushing,
+        version=holding.version,
+        pushing=holding.pushing,
         residents=len(instance.residents),
         slots=instance.slots,
         kv_load=instance.kv_load,
         kv_tokens=instance.kv_tokens,
         incarnation=instance.incarnation,
         asked=_ASKED[instance.membership],
+        mismatch_k3=shell.mismatches.get(instance.id),
+        holdings=_holding_rows(instance),
     )
 
 
-def _phase_of(instance: Instance, shell: ShellFacts) -> str:
+def _holding_rows(instance: Server) -> tuple[HoldingRow, ...]:
+    if not instance.is_shared:
+        return ()
+    requests = Counter(t.version for t in instance.residents.values())
+    rows = [
+        HoldingRow(version=h.adapter, phase=h.phase.value, requests=requests[h.adapter])
+        for h in instance.holdings
+        if h.adapter is not None
+    ]
+    return tuple(sorted(rows, key=lambda row: row.version))
+
+
+def _phase_of(instance: Server, shell: ShellFacts) -> str:
     """Return the phase to show: a drained instance with a version is draining."""
-    if instance.weights is WeightsPhase.LOST and instance.id in shell.starting:
+    if instance.is_lost and instance.id in shell.starting:
         return STARTING
-    drains = instance.weights in HOLDS_VERSION and not instance.is_member
-    return WeightsPhase.DRAINING.value if drains else instance.weights.value
+    phase = shown(instance).phase
+    drains = phase in HOLDS_VERSION and not instance.is_member
+    return WeightsPhase.DRAINING.value if drains else phase.value
 
 
 def _count_phases(state: State, shell: ShellFacts) -> dict[str, int]:

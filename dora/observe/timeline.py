@@ -1,6 +1,7 @@
 """Time added up: seconds by activity, and rows of timeline.jsonl, one per kind of lane and bucket of time.
 
-Invariant: pure. Every second of every lane is counted once in a row, and once in the seconds of a step. Buckets grow
+Invariant: pure. Every second of every lane is counted once in a row, and once in the seconds of a step; in a row it may
+be divided among versions that share an instance. Buckets grow
 with the age of the run, so that a run has about 2,000 rows in its first 8 minutes and 1,000 for each doubling of its
 age, however long it is. In an answer for the page, rows are joined with their neighbors until they fit; the time of an
 activity stays the same, in each lane or, if the lanes are added up, in all lanes together.
@@ -17,6 +18,7 @@ from contextlib import suppress
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from dora.journal.spans import ALL_LANES, MAX_LANES, Entry, Kind, TimelineRow
 
@@ -25,7 +27,8 @@ from dora.journal.spans import ALL_LANES, MAX_LANES, Entry, Kind, TimelineRow
 FIRST_BUCKET_S: Final = 0.25
 FIRST_BUCKETS_UNTIL_S: Final = 512.0
 
-#: Maximum number of policy versions of an activity in a joined row: in one lane, and in all lanes added up.
+#: Maximum number of policy versions of an activity in a joined row: in one lane, unless they share it, and in all lanes
+#: added up.
 LANE_VERSIONS: Final = 2
 FOLDED_VERSIONS: Final = 8
 #: Maximum number of publications in a joined row; the latest ones are kept.
@@ -52,21 +55,22 @@ def bucket_of(at: float) -> tuple[float, float]:
 class Timeline:
     """The rows of one kind of lane."""
 
-    def __init__(self, kind: Kind, *, begin: float) -> None:
-        """`begin`: the end of the rows that were written before."""
+    def __init__(self, kind: Kind, *, begin: float, shared: bool = False) -> None:
+        """`begin`: the end of the rows that were written before. `shared`: several versions share a lane."""
         self._kind = kind
+        self._shared = shared
         self._begin = begin
         self._buckets: dict[float, dict[int, Spent]] = {}  # start -> lane -> seconds
         self._moved: defaultdict[float, Counter[int]] = defaultdict(Counter)  # start -> lane -> answers
         self._published: defaultdict[float, list[tuple[int, float]]] = defaultdict(list)
 
-    def add(self, lane: int, doing: Doing, start: float, end: float) -> None:
-        """Add a span, or a part of one. The part before `begin` is in a row already."""
+    def add(self, lane: int, doing: Doing, start: float, end: float, *, share: float = 1.0) -> None:
+        """Add a span, a part of one, or the share of one version. The part before `begin` is in a row already."""
         start = max(start, self._begin)
         while start < end:
             begin, length = bucket_of(start)
             stop = min(end, begin + length)
-            self._buckets.setdefault(begin, {}).setdefault(lane, defaultdict(float))[doing] += stop - start
+            self._buckets.setdefault(begin, {}).setdefault(lane, defaultdict(float))[doing] += share * (stop - start)
             start = stop
 
     def move(self, lane: int, at: float) -> None:
@@ -96,21 +100,20 @@ class Timeline:
             moved, published = self._moved.pop(begin, Counter[int]()), self._published.pop(begin, [])
             if row.folded and moved:
                 moved = Counter({ALL_LANES: moved.total()})
-            rows.append(msgspec.structs.replace(row, moved=dict(moved), published=published))
+            rows.append(replace(row, moved=dict(moved), published=published))
         begin, _ = bucket_of(until)
         self._begin = until if partial else max(self._begin, begin)
         return rows
 
     def _row(self, at: float, until: float, lanes: dict[int, Spent]) -> TimelineRow:
-        length = round(until - at, 6)
+        row = TimelineRow(kind=self._kind, at=at, s=round(until - at, 6), num_lanes=len(lanes), shared=self._shared)
         if len(lanes) <= MAX_LANES:
-            entries = {lane: _entries(spent) for lane, spent in sorted(lanes.items())}
-            return TimelineRow(kind=self._kind, at=at, s=length, num_lanes=len(lanes), lanes=entries)
+            return replace(row, lanes={lane: _entries(spent) for lane, spent in sorted(lanes.items())})
         total: Spent = defaultdict(float)
         for spent in lanes.values():
             for doing, seconds in spent.items():
                 total[doing] += seconds
-        return TimelineRow(kind=self._kind, at=at, s=length, num_lanes=len(lanes), folded=_entries(total))
+        return replace(row, folded=_entries(total))
 
 
 def _entries(spent: Spent) -> list[Entry]:
@@ -244,15 +247,17 @@ class _Sum:
             spent = {None: whole}
             moved = {ALL_LANES: self._moved.total()} if moved else {}
         lanes = sorted((lane, own) for lane, own in spent.items() if lane is not None)
+        versions = FOLDED_VERSIONS if self._first.shared else LANE_VERSIONS
         return TimelineRow(
             kind=self._kind,
             at=self.at,
             s=round(self._end - self.at, 6),
             num_lanes=self._num_lanes,
-            lanes={lane: _kept(own, versions=LANE_VERSIONS) for lane, own in lanes},
+            lanes={lane: _kept(own, versions=versions) for lane, own in lanes},
             folded=_kept(spent.get(None, {}), versions=FOLDED_VERSIONS),
             moved=moved,
             published=self._published,
+            shared=self._first.shared,
         )
 
 

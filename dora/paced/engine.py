@@ -53,6 +53,7 @@ class PacedModel:
     model_type: str = "paced"
     architectures: list[str] = field(default_factory=lambda: ["Paced"])
     cached_tokens: int = 0  # siblings share their prompt in `sim.instance`
+    adapters: None = None
 
     @property
     def eos_id(self) -> int:

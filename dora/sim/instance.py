@@ -40,6 +40,7 @@ class SimulatedInstance:
         "_ending",
         "_idle",
         "_sharing",
+        "adapters",
         "anchor",
         "context",
         "evictions",
@@ -51,6 +52,7 @@ class SimulatedInstance:
         "is_newest",
         "num_running",
         "requests",
+        "served",
         "server",
         "slowness",
         "steps",
@@ -68,7 +70,9 @@ class SimulatedInstance:
         self.slowness = slowness  #: factor of all its times
         self.incarnation = 0
         self.up = False
-        self.version: int | None = None  #: None if it holds no version of the run, or a push is under way
+        self.version: int | None = None  #: None if it holds no version of the run, a push is under way, or of adapters
+        self.adapters: dict[int, int] = {}  #: attempt of the load -> version, of those that it has or may have
+        self.served: set[int] = set()  #: versions of confirmed adapters
         self.is_newest = True
         self.requests: dict[TrajectoryId, Request] = {}
         self.waiting: deque[Request] = deque()
@@ -267,11 +271,11 @@ class SimulatedInstance:
             heappush(self._ending, (request.stops_at - request.offset, request.order.trajectory, request.age))
 
     def spans(self, request: Request) -> tuple[Span, ...]:
-        """Return the versions of the request's tokens."""
-        assert self.version is not None
+        """Return the versions of the request's tokens; of one adapter, if it has an adapter."""
+        version = request.order.version if self.version is None else self.version
         start = request.spans[-1][2] if request.spans else request.order.num_tokens
         end = self.tokens(request)
-        return (*request.spans, (self.version, start, end)) if end > start else request.spans
+        return (*request.spans, (version, start, end)) if end > start else request.spans
 
     def remove(self, id: TrajectoryId) -> Request:
         """Remove a request, which has ended or is stopped; its `offset` is then its number of tokens."""

@@ -115,7 +115,7 @@ def _floor_s(workload: Workload, blocks: Sequence[_Terms], *, first: int) -> flo
 def _terms(workload: Workload, block: _Block, everything: _Block) -> _Terms:
     """Return the terms of one block: of the N groups that are trained, and of those with the ones only decoded."""
     prompts, lengths = block.prompts, block.lengths
-    train, server = workload.train, workload.fleet.server
+    train, server = workload.train, workload.server
     tokens = float(lengths.sum() + prompts.sum() * workload.job.group_size)
     train_s = tokens / (workload.rank_tokens_s * workload.num_ranks) + train.updates * train.update_s
     alone = block.alone_s(server)
@@ -186,7 +186,7 @@ def _blocks(workload: Workload, *, seed: int) -> Iterator[tuple[list[SimulatedGr
         answers.forget_before(number)
         kept = kept or filtered  # the job fails: too many top-ups
         if num_asked > n:
-            slowest = _Block(kept).alone_s(workload.fleet.server).max(axis=1)
+            slowest = _Block(kept).alone_s(workload.server).max(axis=1)
             kept = [kept[i] for i in np.argsort(slowest, kind="stable")[:n]]
         yield kept, filtered
 

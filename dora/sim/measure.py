@@ -16,7 +16,7 @@ from dora.sim.answers import Answers
 from dora.sim.instance import SimulatedInstance
 from dora.sim.limit import Limit, alone_s, window
 from dora.sim.server import Request, Use
-from dora.sim.workload import Workload
+from dora.sim.workload import AdapterUse, Workload
 
 
 @dataclass(slots=True)
@@ -130,6 +130,7 @@ class Measure:
         return Result(
             strategy=job.strategy,
             rules=" - ".join((job.rules, *job.without)),
+            adapters=self.workload.adapters.use,
             max_staleness=self.workload.rules.max_staleness,
             regime=self.workload.lengths.regime,
             devices=fleet.devices,
@@ -216,7 +217,7 @@ class Measure:
         ended, request = self._last_answer[version]
         number, sibling = divmod(request.order.trajectory, self.workload.job.group_size)
         group = answers.group(number)
-        own_s = alone_s(group, sibling, server=self.workload.fleet.server)
+        own_s = alone_s(group, sibling, server=self.workload.server)
         called_s = sum(call.latency_s for call in group.calls_of(sibling))
         published, push_s = self._published[version], self.workload.push_s
         batch_s = request.ran_s + called_s - own_s
@@ -292,3 +293,4 @@ class Result(msgspec.Struct, frozen=True):
     step_error_s: float = 0.0  #: standard error of `step_s`, if the measured steps were independent
     pushes: float = 0.0  #: per step
     push_limit: int = 0  #: number of pushes at once that the run has learned by its end
+    adapters: AdapterUse = "none"

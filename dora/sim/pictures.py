@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dora.sim import svg
-from dora.sim.report import ReportRow
+from dora.sim.report import ADAPTERS, ReportRow
 from dora.sim.sweep import Case
 from dora.sim.trace import Period, Trace, trace
 from dora.sim.workload import Workload
@@ -40,7 +40,7 @@ def draw(rows: Sequence[ReportRow], cases: Iterable[Case]) -> dict[str, str]:
         job, fleet = workload.job, workload.fleet
         k, split = workload.rules.max_staleness, f"{fleet.devices if workload.is_shared else fleet.rollout_devices}"
         traced, begin, end = trace(workload, seed=seed)
-        title = f"{job.strategy}, K = {k}, {split} of {fleet.devices} devices roll out"
+        title = f"{job.strategy}{ADAPTERS[workload.adapters.use]}, K = {k}, {split} of {fleet.devices} devices roll out"
         name = f"timeline-{job.strategy}-k{k}-{split}of{fleet.devices}"
         drawn[name] = timeline(traced, title=title, begin=begin, end=end)
     return drawn
@@ -54,13 +54,15 @@ def timeline(trace: Trace, *, title: str, begin: float, end: float) -> str:
     window = _Window(begin, end, scale)
     top = svg.TOP + 16
     first = top + TRAINER_HEIGHT + 8
-    height = min(TRAINER_HEIGHT, ROWS_HEIGHT / len(shown))
+    height = min(TRAINER_HEIGHT * len(shown[0]), ROWS_HEIGHT / len(shown))
     bottom = first + len(shown) * height
     shapes = window.bars(trace.trainer, y=top, height=TRAINER_HEIGHT)
     for number, row in enumerate(shown):
-        y = first + number * height
-        shapes += window.bars(row.held, y=y, height=0.85 * height, opacity=HELD)
-        shapes += window.bars(row.decoding, y=y, height=0.85 * height)
+        thickness = 0.85 * height / len(row)
+        for place, lane in enumerate(row):
+            y = first + number * height + place * thickness
+            shapes += window.bars(lane.held, y=y, height=thickness, opacity=HELD)
+            shapes += window.bars(lane.decoding, y=y, height=thickness)
     labeled = 0.0
     for version, at in enumerate(trace.published):
         if begin <= at < end:

@@ -1,4 +1,5 @@
-"""The search for the best plan: how wide the servers are, the split, K, slots and micro-batches, on given devices.
+"""The search for the best plan: how wide the servers are, the split, K, slots and micro-batches, on given devices, and
+whether an adapter is served or merged into the weights.
 
 The limit of every split (dora/sim/limit.py) is cheap and says where to begin; the rest is short simulations. For each
 K, each width begins where the limit is smallest, with some time added for decoding in batches that are not full,
@@ -6,7 +7,8 @@ unless its limit is above what another width has reached.
 Widths that come close to the best then move to better splits at halving distances, as the step time is not smooth in
 the number of servers. The best plan of all tries other slots and micro-batches; the best ones are simulated for longer.
 
-A larger K is never slower by more than the noise, so K is a range of the caller's: what staleness it accepts.
+A larger K is never slower by more than the noise, so K is a range of the caller's: what staleness it accepts. Served
+and merged adapters are searched apart, so that both are seen at their best plans.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from dora.errors import ConfigError, RunFailed
 from dora.sim.limit import Limit, limits
 from dora.sim.measure import Result
 from dora.sim.sweep import Case, simulate
-from dora.sim.workload import Workload, checked
+from dora.sim.workload import AdapterUse, Workload, checked
 
 #: Steps that a simulation measures between its warm-up and its run-out: of the search, and of its results.
 MEASURED_STEPS: Final = 8
@@ -55,9 +57,9 @@ class SimulatedPlan(msgspec.Struct, frozen=True):
     result: Result
 
     @property
-    def key(self) -> tuple[int, int]:
-        """K and the width: a search returns one plan of each."""
-        return self.result.max_staleness, self.workload.fleet.devices_per_instance
+    def key(self) -> tuple[int, int, AdapterUse]:
+        """K, the width, and what becomes of an adapter: a search returns one plan of each."""
+        return self.result.max_staleness, self.workload.fleet.devices_per_instance, self.workload.adapters.use
 
 
 def search(
@@ -65,28 +67,38 @@ def search(
     *,
     staleness: Sequence[int],
     widths: Sequence[int] = (),
+    uses: Sequence[AdapterUse] = (),
     fits: Callable[[Workload], bool] = lambda _: True,
     seed: int = 0,
     most: int = BEST,
     processes: int = 1,
     progress: Progress = lambda _: None,
 ) -> list[SimulatedPlan]:
-    """Return the best plan of each K and width, fastest first, at most `most` of them; the workload's own K, width and
-    split are ignored. Without `widths`, those of the workload are tried.
+    """Return the best plan of each K and width, fastest first, at most `most` of them and the best of each of `uses`;
+    the workload's own K, width and split are ignored. Without `widths`, those of the workload are tried. Without
+    `uses`, an adapter is both served and merged.
 
     `fits` says whether a plan has enough memory, as far as the workload does not say it; `progress` is told the number
     of simulations so far. ConfigError if no plan is possible.
     """
-    spaces, problems = _spaces(workload, staleness=staleness, widths=widths, fits=fits, seed=seed)
+    spaces: list[_Space] = []
+    problems: list[str] = []
+    for use in uses or uses_of(workload):
+        one = workload.with_changes(adapters={"use": use})
+        some, why_not = _spaces(one, staleness=staleness, widths=widths, fits=fits, seed=seed)
+        spaces += some
+        problems += why_not
     if not spaces:
         raise ConfigError(f"fleet.devices: no plan for {workload.fleet.devices} devices is possible", *problems)
     with _simulations(processes, seed=seed, progress=progress) as run:
-        for k in dict.fromkeys(space.max_staleness for space in spaces):
-            _search_splits([space for space in spaces if space.max_staleness == k], run)
-        best = sorted((space.best for space in spaces if space.tried), key=lambda plan: plan.result.step_s)[:most]
-        if not best:
+        for alike in dict.fromkeys(space.alike for space in spaces):
+            _search_splits([space for space in spaces if space.alike == alike], run)
+        ranked = sorted((space.best for space in spaces if space.tried), key=lambda plan: plan.result.step_s)
+        if not ranked:
             raise RunFailed("every simulation of a plan failed: the job cannot end with these lengths and faults")
-        best[0] = _search_sizes(best[0], run, fits=fits)
+        firsts = {plan.workload.adapters.use: plan for plan in reversed(ranked)}
+        best = [plan for place, plan in enumerate(ranked) if place < most or plan in firsts.values()]
+        best = [_search_sizes(plan, run, fits=fits) if plan in firsts.values() else plan for plan in best]
         longer = [shortened(plan.workload, steps=FINAL_STEPS) for plan in best]
         final = [SimulatedPlan(plan.workload, r) for plan, r in zip(best, run(longer), strict=True) if r is not None]
     return sorted(final, key=lambda plan: plan.result.step_s)
@@ -101,8 +113,9 @@ class _Space:
     tried: dict[int, SimulatedPlan] = field(default_factory=dict)  #: simulated, by place in `splits`
 
     @property
-    def max_staleness(self) -> int:
-        return self.splits[0].rules.max_staleness
+    def alike(self) -> tuple[int, AdapterUse]:
+        """K and what becomes of an adapter: the widths of these are compared as they are searched."""
+        return self.splits[0].rules.max_staleness, self.splits[0].adapters.use
 
     @property
     def start(self) -> int:
@@ -146,7 +159,7 @@ def _spaces(
     for k in sorted({workload.with_changes(job={"max_staleness": k}).rules.max_staleness for k in staleness}):
         for width in widths or workload.fleet.widths:
             splits: list[Workload] = []
-            origin = f"K = {k}, {width} devices a server"
+            origin = f"K = {k}, {width} devices a server{', merged' if workload.adapters.use == 'merged' else ''}"
             try:
                 one = workload.with_changes(job={"max_staleness": k}).with_width(width)
                 splits, problem = splits_of(one, fits=fits, origin=origin)
@@ -157,6 +170,13 @@ def _spaces(
             else:
                 problems += problem.split("\n")
     return spaces, problems
+
+
+def uses_of(workload: Workload) -> tuple[AdapterUse, ...]:
+    """Return what may become of the adapter of a job; servers of adapters do not update weights under requests."""
+    if workload.adapters.use == "none":
+        return ("none",)
+    return ("merged",) if workload.rules.in_flight is not None else ("served", "merged")
 
 
 def splits_of(

@@ -2,8 +2,9 @@
 
 The measurements are: lengths and rewards of complete groups; the times of decoding, prefill and the round trip, fitted
 to the duration of every undisturbed request (non-negative least squares over its tokens, the mean number of residents
-and the tokens prefilled meanwhile); grading, as a queue for the run's graders; pushes, publications and updates; and
-the trainer's tokens per second. They include anything that slowed the run down, such as other processes on its cores.
+and the tokens prefilled meanwhile); grading, as a queue for the run's graders; pushes, or loads of adapters, of which a
+server may have several at a time; publications and updates; and the trainer's tokens per second. They include anything
+that slowed the run down, such as other processes on its cores.
 """
 
 from __future__ import annotations
@@ -30,7 +31,16 @@ from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
 from dora.sim.fitting import nonnegative_fit
 from dora.sim.server import SimulatedServer
-from dora.sim.workload import FleetModel, GradingModel, JobModel, LengthModel, TrainerModel, Workload, checked
+from dora.sim.workload import (
+    AdapterModel,
+    FleetModel,
+    GradingModel,
+    JobModel,
+    LengthModel,
+    TrainerModel,
+    Workload,
+    checked,
+)
 
 #: A rate high enough to make a time negligible.
 _AT_ONCE: Final = 1e18
@@ -102,7 +112,7 @@ class _Reader:
         self._batches: dict[InstanceId, _Batch] = {}
         self._running: dict[TrajectoryId, tuple[cmd.Generate, float, float, int]] = {}  # order, since, `_Batch.join`
         self._grading: dict[TrajectoryId, float] = {}
-        self._pushing: dict[InstanceId, float] = {}
+        self._pushing: dict[tuple[InstanceId, int], float] = {}  # by attempt
         self._waves: dict[tuple[int, int], tuple[float, cmd.TrainMicroBatch]] = {}
         self._free_at = 0.0  # when the trainer last finished its work
         self._trained_at = 0.0
@@ -127,6 +137,8 @@ class _Reader:
                 for id in [t for t, (order, *_) in self._running.items() if order.instance == event.instance]:
                     del self._running[id]
                 self._batches.pop(event.instance, None)
+                for push in [push for push in self._pushing if push[0] == event.instance]:
+                    del self._pushing[push]
             case ev.ControllerRestarted():
                 for under_way in (self._running, self._batches, self._grading, self._pushing, self._waves):
                     under_way.clear()  # their ends are not in the journal
@@ -135,8 +147,10 @@ class _Reader:
                 record.grading_s.append(event.at - begun)
                 if event.trajectory >= 0:
                     record.rewards[event.trajectory] = event.reward if event.reward is not None else 0.0
-            case ev.WeightPushFinished() if event.instance in self._pushing:
-                record.push_s.append(event.at - self._pushing.pop(event.instance))
+            case ev.WeightPushFinished() if (event.instance, event.attempt) in self._pushing:
+                record.push_s.append(event.at - self._pushing.pop((event.instance, event.attempt)))
+            case ev.WeightPushFailed():
+                self._pushing.pop((event.instance, event.attempt), None)
             case ev.MicroBatchTrained() | ev.StepTrained() | ev.VersionPublished():
                 self._on_training(event)
             case _:
@@ -189,7 +203,7 @@ class _Reader:
             case cmd.GradeTrajectory():
                 self._grading[command.trajectory] = at
             case cmd.PushWeights():
-                self._pushing[command.instance] = at
+                self._pushing[command.instance, command.attempt] = at
             case cmd.TrainMicroBatch():
                 self._waves[command.step, command.index] = (at, command)
             case _:
@@ -237,6 +251,7 @@ def _workload(record: RecordedRun) -> Workload:
             rewards=tuple(tuple(record.rewards[t] for t in row) for row in ids),
         ),
         fleet=_fleet(record),
+        adapters=_adapters(record),
         train=TrainerModel(
             tokens_s_per_device=record.wave_tokens / max(record.wave_s, 1e-9),
             updates=settings.updates,
@@ -254,6 +269,13 @@ def _grade(record: RecordedRun) -> GradingModel:
     variance = fmean([(seconds - mean_s) ** 2 for seconds in record.grading_s])
     sigma = math.sqrt(math.log1p(variance / mean_s**2))
     return GradingModel(median_s=mean_s * math.exp(-(sigma**2) / 2), sigma=sigma, workers=record.graders)
+
+
+def _adapters(record: RecordedRun) -> AdapterModel:
+    """Return how adapters were served, if they were; what they cost is in the measured times of decoding."""
+    if not record.settings.adapters:
+        return AdapterModel()
+    return AdapterModel(use="served", throughput=1.0, load_s=fmean(record.push_s))
 
 
 def _fleet(record: RecordedRun) -> FleetModel:

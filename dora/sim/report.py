@@ -11,13 +11,16 @@ from typing import Final
 import msgspec
 
 from dora.sim.measure import Result, Tail
+from dora.sim.workload import AdapterUse
 
-_Setting = tuple[int, int, str, str, int, int]
+_Setting = tuple[int, int, str, str, int, int, AdapterUse]
 #: Fields of a row that are means over the seeds.
 _MEANS: Final = (
     *("tokens_s", "trainer_idle", "trainer_unbalanced", "slot_load", "tool_load", "staleness_mean", "migrations"),
     *("evictions", "mixed_share", "discarded_share", "beyond_share", "length_bias"),
 )
+#: What is added to the name of a strategy.
+ADAPTERS: Final[dict[AdapterUse, str]] = {"none": "", "merged": ", merged", "served": ", adapters"}
 #: Columns of the table that fits a terminal.
 _NARROW: Final = ("strategy", "K", "split", "step s", "x limit", "sync/x", "trainer idle", "stale")
 #: Columns of the wide table -> fields of `Tail`.
@@ -38,6 +41,7 @@ class ReportRow(msgspec.Struct, frozen=True):
     rules: str
     max_staleness: int
     rollout_devices: int
+    adapters: AdapterUse
     seeds: int
     step_s: float
     step_s_range: tuple[float, float]
@@ -70,7 +74,7 @@ def rows(results: Iterable[Result]) -> list[ReportRow]:
     """Return one row per setting, in order of appearance."""
     by_setting: dict[_Setting, list[Result]] = {}
     for r in results:
-        setting = (r.devices, r.instances, r.strategy, r.rules, r.max_staleness, r.rollout_devices)
+        setting = (r.devices, r.instances, r.strategy, r.rules, r.max_staleness, r.rollout_devices, r.adapters)
         by_setting.setdefault(setting, []).append(r)
     sync: dict[int, float] = {}  # by devices, at the fastest of its splits
     for (devices, _, strategy, *_), group in by_setting.items():
@@ -80,7 +84,7 @@ def rows(results: Iterable[Result]) -> list[ReportRow]:
 
 
 def _row(setting: _Setting, results: Sequence[Result], *, sync_s: float | None) -> ReportRow:
-    devices, instances, strategy, rules, max_staleness, rollout_devices = setting
+    devices, instances, strategy, rules, max_staleness, rollout_devices, adapters = setting
     step_s = median(r.step_s for r in results)
     return ReportRow(
         devices=devices,
@@ -89,6 +93,7 @@ def _row(setting: _Setting, results: Sequence[Result], *, sync_s: float | None) 
         rules=rules,
         max_staleness=max_staleness,
         rollout_devices=rollout_devices,
+        adapters=adapters,
         seeds=len(results),
         step_s=step_s,
         step_s_range=(min(r.step_s for r in results), max(r.step_s for r in results)),
@@ -141,7 +146,7 @@ def _cells(row: ReportRow, *, is_best: bool) -> dict[str, str]:
     shares = row.instance_shares
     low, high = row.step_s_range
     return {
-        "strategy": row.strategy,
+        "strategy": row.strategy + ADAPTERS[row.adapters],
         "rules": row.rules,
         "K": str(row.max_staleness),
         "split": f"{row.rollout_devices}/{row.devices}{'*' if is_best else ''}",
@@ -182,8 +187,9 @@ def notes(found: Sequence[ReportRow]) -> list[str]:
 
 
 def _name(row: ReportRow) -> str:
-    """Return the strategy, and its rules unless they are its own."""
-    return row.strategy + (row.rules.removeprefix("dora") if row.rules.startswith("dora") else f", {row.rules} rules")
+    """Return the strategy, its rules unless they are its own, and what becomes of an adapter."""
+    rules = row.rules.removeprefix("dora") if row.rules.startswith("dora") else f", {row.rules} rules"
+    return row.strategy + rules + ADAPTERS[row.adapters]
 
 
 def _by_design(row: ReportRow) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -24,6 +24,9 @@ from dora.sim.tools import Tools
 #: Devices of a server that are tried, unless the workload has others.
 WIDTHS: Final = (1, 2, 4, 8)
 _NEVER: Final = 1e12
+#: What becomes of the adapter that is trained. `none`: all weights are trained; `merged`: servers get the sum of
+#: weights and adapter; `served`: every server holds the adapters of all live versions side by side.
+AdapterUse = Literal["none", "merged", "served"]
 _AT_LEAST: Final = {"job.steps": 2, "job.group_size": 2, "job.groups_per_step": 1, "fleet.devices_per_instance": 1}
 _DIVISORS: Final = (
     *(
@@ -34,7 +37,7 @@ _DIVISORS: Final = (
         "fleet.report_s",
         "train.tokens_s_per_device",
     ),
-    *("train.devices_per_rank", "train.micro_batch_tokens", "train.publish_bytes_s"),
+    *("train.devices_per_rank", "train.micro_batch_tokens", "train.publish_bytes_s", "adapters.throughput"),
 )
 
 
@@ -99,6 +102,14 @@ class FleetModel(_Part, frozen=True):
     report_s: float = 10.0  #: time between two reports of token counts
 
 
+class AdapterModel(_Part, frozen=True):
+    """An adapter that is trained in place of the weights, and what it costs to serve adapters side by side."""
+
+    use: AdapterUse = "none"
+    throughput: float = 0.9  #: decoding with adapters side by side, as a multiple of that with merged weights
+    load_s: float = 1.0  #: time from the publication of an adapter until a server has it, beside its requests
+
+
 class TrainerModel(_Part, frozen=True):
     """The trainer. A step has `updates` optimizer updates, all with the same number of groups."""
 
@@ -138,6 +149,7 @@ class Workload(_Part, frozen=True):
     lengths: LengthModel = LengthModel()
     tools: Tools = Tools()
     fleet: FleetModel = FleetModel()
+    adapters: AdapterModel = AdapterModel()
     train: TrainerModel = TrainerModel()
     grade: GradingModel = GradingModel()
     faults: Faults = Faults()
@@ -159,6 +171,25 @@ class Workload(_Part, frozen=True):
     def is_shared(self) -> bool:
         """Whether all devices roll out, then all train."""
         return self.fleet.time_shared and self.job.strategy in ("sync", "partial_sync")
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether every server holds the adapters of several versions."""
+        return self.adapters.use == "served"
+
+    @property
+    def server(self) -> SimulatedServer:
+        """A server with the times of what it serves."""
+        server = self.fleet.server
+        if not self.serves_adapters:
+            return server
+        decode, throughput = server.decode, self.adapters.throughput
+        slower = DecodeTime(
+            base_s=decode.base_s / throughput,
+            per_request_s=decode.per_request_s / throughput,
+            per_token_s=decode.per_token_s / throughput,
+        )
+        return msgspec.structs.replace(server, decode=slower)
 
     @property
     def num_instances(self) -> int:
@@ -184,13 +215,15 @@ class Workload(_Part, frozen=True):
     @property
     def push_s(self) -> float:
         """Duration of one push to one instance while no other is under way."""
+        if self.serves_adapters:
+            return self.adapters.load_s
         fleet = self.fleet
         return fleet.push_fixed_s + fleet.weight_bytes / min(fleet.push_bytes_s, fleet.store_bytes_s)
 
     @property
     def publish_s(self) -> float:
-        """Time from the end of a step until its version can be pushed."""
-        return self.fleet.weight_bytes / self.train.publish_bytes_s
+        """Time from the end of a step until its version can be pushed; that of an adapter is in `load_s`."""
+        return 0.0 if self.serves_adapters else self.fleet.weight_bytes / self.train.publish_bytes_s
 
     @property
     def watchdog_s(self) -> float:
@@ -242,8 +275,9 @@ class Workload(_Part, frozen=True):
             call_limit_s=self.tools.longest_s,
             watchdog_s=self.watchdog_s,
             no_progress_s=_NEVER,
-            decode_time=self.fleet.server.decode,
+            decode_time=self.server.decode,
             prefill_s_per_token=self.fleet.server.prefill_s_per_token,
+            adapters=self.serves_adapters,
         )
 
     def with_width(self, devices: int) -> Workload:
@@ -346,7 +380,9 @@ def _problems(workload: Workload) -> list[str]:
         found.append("job.oversample: must be above 1; to generate no surplus, use job.strategy `periodic` or `sync`")
     elif not workload.num_instances:
         found.append(f"fleet.rollout_devices: {fleet.rollout_devices} devices are less than one instance has")
-    elif workload.rules.in_flight is None and workload.num_instances < workload.rules.max_staleness + 1:
+    elif workload.rules.in_flight is not None and workload.serves_adapters:
+        found.append(f"adapters.use: job.strategy {job.strategy!r} would change adapters of requests; use merged")
+    elif workload.num_instances < _least_instances(workload):
         found.append(
             f"fleet.rollout_devices: {workload.num_instances} instances cannot hold the "
             f"{workload.rules.max_staleness + 1} versions of K = {workload.rules.max_staleness}"
@@ -365,6 +401,12 @@ def _problems(workload: Workload) -> list[str]:
             f"({longest})"
         )
     return found
+
+
+def _least_instances(workload: Workload) -> int:
+    """Return how many servers the versions of K need: one may hold adapters of all, or be updated in flight."""
+    in_flight = workload.rules.in_flight is not None
+    return 1 if in_flight or workload.serves_adapters else workload.rules.max_staleness + 1
 
 
 def _number_problems(workload: Workload) -> list[str]:

@@ -4,8 +4,8 @@ Servers, trainer, graders and store are a heap of (time, number, action). An act
 `core.handle` returns commands, and the handler of each command puts its consequences on the heap. Nothing reads a
 clock, opens a socket or uses a shared random state, so the same workload and seed give the same journal.
 
-Invariant: the world keeps its own accounts (the version of each server, the tokens of each answer, the tag of each
-group) and checks every command against them in O(1): C1 when a request is sent or weights are pushed, C2 when an answer
+Invariant: the world keeps its own accounts (the versions of each server, the tokens of each answer, the tag of each
+group) and checks every command against them in O(1): C1 when a request is sent or weights change, C2 when an answer
 continues, C3 when a group is committed, and the sum of the ledger after every event. `invariants.check` recounts
 everything every RECOUNT_EVENTS events and at the end.
 """
@@ -71,7 +71,7 @@ class World:
         fleet = workload.fleet
         self.instances = [
             SimulatedInstance(
-                InstanceId(i), fleet.server, slowness=1 / fleet.slow_speed if i < fleet.slow_instances else 1.0
+                InstanceId(i), workload.server, slowness=1 / fleet.slow_speed if i < fleet.slow_instances else 1.0
             )
             for i in range(workload.num_instances)
         ]
@@ -215,6 +215,8 @@ class World:
         self._interrupted.update(lost)
         instance.up = False
         instance.version = None
+        instance.adapters.clear()
+        instance.served.clear()
         if self._pushes.pop(instance.id, None) is not None:
             self._transfers.reach(self.now)
             self._transfers.stop(instance.id)
@@ -249,7 +251,8 @@ class World:
     def _on_generate(self, order: cmd.Generate) -> None:
         id, instance = order.trajectory, self.instances[order.instance]
         number, group, place = self._answer(id)
-        _require(instance.version == order.version, "C1: the instance holds {}: {}", instance.version, order)
+        holds = order.version == instance.version or order.version in instance.served
+        _require(holds, "C1: the instance holds {}: {}", instance.served or instance.version, order)
         if id >= 0:
             tag = self._tags[GroupId(number)]
             carried_over = self.settings.rules.in_flight is not None and tag < order.version
@@ -290,12 +293,12 @@ class World:
 
     def _answer(self, id: TrajectoryId) -> tuple[int, SimulatedGroup, int]:
         """Return the number of a trajectory's group, the group, and its index there. A sample of an evaluation is a
-        group of its own, with a number below 0."""
+        group of its own, with a number below 0 that no other evaluation has."""
         if id >= 0:
             number, place = divmod(id, self.settings.group_size)
             return number, self.answers.group(number), place
         _, index = evaluation_index(id, num_samples=self.workload.job.eval_samples)
-        return -1 - index, self.held_out.group(index), 0
+        return id, self.held_out.group(index), 0
 
     def _on_stop_request(self, order: cmd.StopRequest) -> None:
         self._at(self.workload.fleet.stop_s, partial(self._stop, order))
@@ -318,9 +321,12 @@ class World:
 
     def _on_push_weights(self, order: cmd.PushWeights) -> None:
         instance = self.instances[order.instance]
+        _require(0 <= order.version <= self.newest, "not yet published: {}", order)
+        if self.settings.adapters:
+            self._load(instance, order)
+            return
         pause, running = self.settings.rules.in_flight, len(instance.requests)
         _require(not running or pause, "C1: there are {} requests on it: {}", running, order)
-        _require(0 <= order.version <= self.newest, "not yet published: {}", order)
         instance.reach(self.now)
         if running:
             self._settle(instance)
@@ -328,9 +334,11 @@ class World:
         else:
             instance.version = None
         instance.begin_push(retract=pause != "in_place")
-        fails = self.random.random() < self.workload.faults.push_failure_share
-        self._pushes[order.instance] = order, fails
+        self._pushes[order.instance] = order, self._push_fails()
         self._at(self.workload.fleet.push_fixed_s, partial(self._begin_transfer, order))
+
+    def _push_fails(self) -> bool:
+        return self.random.random() < self.workload.faults.push_failure_share
 
     def _begin_transfer(self, order: cmd.PushWeights) -> None:
         if self._pushes.get(order.instance, (None, False))[0] is order:
@@ -366,6 +374,33 @@ class World:
         """Change the weights of an instance, under its requests if there are any."""
         instance.update(version)
         instance.is_newest = version == self.newest
+
+    def _load(self, instance: SimulatedInstance, order: cmd.PushWeights) -> None:
+        """Load an adapter beside others, while requests run. If that fails, the server may have it."""
+        _require(order.version not in instance.adapters.values(), "it has or may have this adapter: {}", order)
+        _require(len(instance.adapters) < self.settings.num_holdings, "no place is left for it: {}", order)
+        instance.adapters[order.attempt] = order.version
+        end = partial(self._end_load, order, instance.incarnation, self._push_fails())
+        self._at(self.workload.adapters.load_s, end)
+
+    def _end_load(self, order: cmd.PushWeights, incarnation: int, fails: bool) -> ev.Event | None:
+        instance = self.instances[order.instance]
+        if not instance.up or instance.incarnation != incarnation:
+            return None
+        if fails:
+            return ev.WeightPushFailed(self.now, order.instance, order.attempt, "a simulated failure")
+        instance.served.add(order.version)
+        return ev.WeightPushFinished(self.now, order.instance, order.attempt, order.version)
+
+    def _on_unload_version(self, order: cmd.UnloadVersion) -> None:
+        """Unload an adapter, which takes no time once no request has it."""
+        instance = self.instances[order.instance]
+        _require(instance.adapters.get(order.load) == order.version, "it has no such adapter: {}", order)
+        is_used = any(request.order.version == order.version for request in instance.requests.values())
+        _require(not is_used, "C1: requests on it have this adapter: {}", order)
+        del instance.adapters[order.load]
+        instance.served.discard(order.version)
+        self._ready.append(ev.VersionUnloaded(self.now, order.instance, order.attempt))
 
     def _on_condemn_instance(self, order: cmd.CondemnInstance) -> None:
         self._at(self.workload.fleet.stop_s, partial(self._lose, self.instances[order.instance], order.incarnation))
@@ -461,7 +496,7 @@ class World:
     def _publish(self, version: VersionId) -> ev.Event:
         for instance in self.instances:
             instance.reach(self.now)
-            instance.is_newest = False
+            instance.is_newest = self.settings.adapters
             if instance.halted:
                 instance.halted = False
                 self._touched[instance.id] = instance
@@ -480,6 +515,7 @@ class World:
         cmd.StopRequest: _on_stop_request,
         cmd.GradeTrajectory: _on_grade_trajectory,
         cmd.PushWeights: _on_push_weights,
+        cmd.UnloadVersion: _on_unload_version,
         cmd.TrainMicroBatch: _on_train_micro_batch,
         cmd.CondemnInstance: _on_condemn_instance,
         cmd.AdmitGroup: _on_admit_group,

@@ -190,6 +190,7 @@ def _version(row: VersionRow, s: Snapshot) -> Line:
     deadline = f" step {min(row.version + s.max_staleness, s.num_steps - 1) + 1:,}" if row.groups else ""
     is_now = s.evaluation is not None and s.evaluation.version == row.version
     note = "evaluating" if is_now else "to evaluate" if row.evaluating else "newest" if row.is_newest else ""
+    note = note or ("unloading" if row.unloading else "")
     return Line(_cells((f"v{row.version}", _held_by([row], s), *_counts([row]), deadline, note)))
 
 

@@ -57,7 +57,8 @@ def _versions(s: Snapshot) -> Iterator[str]:
 def _table(kind: type, rows: Iterable[Any], *, key: str) -> Iterator[str]:
     """The metrics of a table: a sample for each row."""
     for name, metric in metrics(kind).items():
-        yield from _family(metric, [({key: getattr(row, key)}, getattr(row, name)) for row in rows])
+        values = [(row, getattr(row, name)) for row in rows]
+        yield from _family(metric, [({key: getattr(row, key)}, value) for row, value in values if value is not None])
 
 
 def _learning(s: Snapshot) -> Iterator[str]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,10 +24,10 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers.pytorch_utils import Conv1D
 
+from dora.adapted_modules import adapted_modules
 from dora.adapter_files import CONFIG, WEIGHTS, adapter_digest, stored_name
 from dora.errors import ConfigError
 from dora.trainer.buckets import rows_in
@@ -82,7 +81,7 @@ class Adapters:
         from peft import LoraConfig, inject_adapter_in_model  # takes half a second
         from peft.tuners.lora import LoraLayer
 
-        require_targets(model, settings.targets)
+        adapted_modules(model, settings.targets, field="trainer.lora.targets")
         config = LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,
@@ -221,42 +220,6 @@ def write_adapter(folder: Path, factors: Mapping[str, Factors], settings: LoraSe
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True))
     (folder / WEIGHTS).write_bytes(safetensors.torch.save(tensors, metadata={"format": "pt"}))
-
-
-def require_targets(model: Any, targets: tuple[str, ...]) -> None:
-    """Raise ConfigError unless each of `targets` names linear modules of this model that can be adapted."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    blocks = {name.rpartition(".")[0] for name, module in modules.items() if _has_experts(name, module)}
-    linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)}
-    inside = {name for name in linear if any(name.startswith(f"{block}.") for block in blocks)}
-    ends = {name for name in linear if modules[name] in (model.get_input_embeddings(), model.get_output_embeddings())}
-    uses = Counter(modules[name].weight for name in linear)
-    shared = {name for name in linear if uses[modules[name].weight] > 1}
-    known = ", ".join(sorted({name.rpartition(".")[2] for name in linear - inside - ends - shared}))
-    kind = type(model).__name__
-    for target in targets:
-        chosen = {name for name in modules if name == target or name.endswith(f".{target}")}
-        if chosen & {name for name, module in modules.items() if isinstance(module, nn.Embedding)} or chosen & ends:
-            raise ConfigError(
-                f"trainer.lora.targets: {target} is an embedding or the head of {kind}, which is not adapted; remove it"
-            )
-        if any(name.startswith(f"{block}.") for name in chosen for block in blocks):
-            raise ConfigError(
-                f"trainer.lora.targets: {target} is beside or inside the experts of {kind}, whose adapters would cost "
-                f"servers a third of their speed; give projections of attention only, of {known}"
-            )
-        if not chosen or not chosen <= linear:
-            raise ConfigError(f"trainer.lora.targets: {kind} has no linear module {target}; give some of {known}")
-        if chosen & shared:
-            raise ConfigError(
-                f"trainer.lora.targets: layers of {kind} share the weight of {target}, but would have adapters of "
-                "their own; remove it"
-            )
-
-
-def _has_experts(name: str, module: nn.Module) -> bool:
-    """Return whether a module is, or contains, what transformers routes tokens to."""
-    return "experts" in name.rpartition(".")[2].lower() or "experts" in type(module).__name__.lower()
 
 
 def _parts(module: Any) -> Iterator[tuple[Literal["A", "B"], Any]]:

@@ -25,10 +25,12 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from dora.adapter_files import PROOF, Proof
 from dora.core.ids import VersionId
 from dora.trainer.buckets import bytes_of
 from dora.trainer.full_disk import wait_for_space
@@ -38,7 +40,7 @@ from dora.trainer.parts import Parts, Piece
 from dora.trainer.side_stream import SideStream
 from dora.transport.messages import VersionWritten
 from dora.weights.file_plan import INDEX, FilePlan, plan_files
-from dora.weights.store import MANIFEST, VersionStore, checksum_of, checksum_of_files, clear_errors
+from dora.weights.store import ADAPTER, MANIFEST, VersionStore, checksum_of, checksum_of_files, clear_errors
 
 #: For one version, in case the file system hangs.
 PUBLISH_TIMEOUT_S: Final = PEER_TIMEOUT_S + 100.0
@@ -79,15 +81,16 @@ class Publisher:
         self._written: Future[Path] | None = None
         self._sealed: Future[None] | None = None
 
-    def publish(self, version: VersionId, *, chain: str) -> None:
+    def publish(self, version: VersionId, *, chain: str, proof: Proof | None = None) -> None:
         """Start writing the weights as they are now; raise the error of the previous version if that failed. A
-        collective. `chain`: lineage of the weights."""
+        collective. `chain`: lineage of the weights. `proof`: of its adapter, if servers are to prove that they have it.
+        """
         self.wait()
         gathered = self._parts.gather()
         self._count += 1
         if self._rank >= self._writers:
             return
-        self._written = self._pool.submit(self._write, version, gathered, self._stream.mark())
+        self._written = self._pool.submit(self._write, version, gathered, proof, self._stream.mark())
         self._sealed = self._pool.submit(self._seal, version, chain, self._written)
         self._sealed.add_done_callback(self._on_done)
 
@@ -112,10 +115,12 @@ class Publisher:
 
     # ---- in the thread ----------------------------------------------------------------------------------------------
 
-    def _write(self, version: VersionId, gathered: Sequence[Piece], mark: torch.cuda.Event | None) -> Path:
+    def _write(
+        self, version: VersionId, gathered: Sequence[Piece], proof: Proof | None, mark: torch.cuda.Event | None
+    ) -> Path:
         """Write this rank's parts; return the staged folder."""
         if self._rank == 0:
-            folder = wait_for_space(*(partial(self._stage, version, root) for root in self._store.roots))
+            folder = wait_for_space(*(partial(self._stage, version, proof, root) for root in self._store.roots))
             self._meeting.say(self._word("folder"), str(folder))
         else:
             folder = Path(self._meeting.hear(self._word("folder"), rank=0))
@@ -124,13 +129,15 @@ class Publisher:
                 wait_for_space(partial(write_piece, folder, self._plan, piece))
         return folder
 
-    def _stage(self, version: VersionId, root: Path) -> Path:
+    def _stage(self, version: VersionId, proof: Proof | None, root: Path) -> Path:
         """Make a folder in a root, with all but the weights, and with room for them."""
         staged = self._store.stage(version, root=root)
         with clear_errors(f"cannot write version {version} to {root}", remove=staged):
             make_files(staged, self._plan)
             copy_model_files(self._model_path, staged, dtype=self._dtype)
             self._parts.write_adapter(staged)
+            if proof is not None:
+                (staged / ADAPTER / PROOF).write_bytes(msgspec.json.encode(proof))
         return staged
 
     def _seal(self, version: VersionId, chain: str, written: Future[Path]) -> None:

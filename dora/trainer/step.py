@@ -42,6 +42,7 @@ from dora.trainer.model import Policy
 from dora.trainer.optimizer import ShardOptimizer
 from dora.trainer.packing import Layout, prompts_of, split_passes
 from dora.trainer.probe import make_probe
+from dora.trainer.proof import prove
 from dora.trainer.publish import Publisher
 from dora.trainer.schedule import learning_rate
 from dora.trainer.spans import RankClock
@@ -389,7 +390,9 @@ class Trainer:
         with self._clock.during("publishing"):
             self._publisher.wait()
         with self._clock.during("copying"):
-            self._publisher.publish(VersionId(self._step), chain=self._chain)
+            settings = self._settings
+            proof = prove(self._policy, self._layout, settings) if settings.serves_adapters else None
+            self._publisher.publish(VersionId(self._step), chain=self._chain, proof=proof)
 
     def _await_writers(self) -> None:
         """Wait until what is about to change, weights and moments, is written."""

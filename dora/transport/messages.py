@@ -66,6 +66,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     min_learning_rate: float  # as a share of learning_rate
     warmup_steps: int
     lora: LoraSettings | None = None  # None: all weights are trained
+    serves_adapters: bool = False  # servers hold versions as adapters, beside the model
     weight_decay: float
     beta1: float
     beta2: float

@@ -90,7 +90,7 @@ def test_what_cannot_be_expressed_is_refused_by_name_with_the_reason(folder: Pat
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"peft_type": "IA3"}, "has peft_type 'IA3'; only adapters of LORA are trained"),
+        ({"peft_type": "IA3"}, "has peft_type 'IA3'; expected LORA"),
         ({"peft_type": ...}, "missing required field `peft_type`"),
         ({"target_modules": ".*_proj"}, r"has target_modules '\.\*_proj', an expression; list the names"),
         ({"target_modules": [1]}, r"Expected `str`, got `int` - at `\$.target_modules"),

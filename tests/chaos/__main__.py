@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.chaos.faults import Driver, Report
+from tests.chaos.faults import JOBS, Driver, Report
 
 
 def summary(report: Report) -> dict[str, object]:
@@ -43,11 +43,12 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=24, help="of one job")
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS), help="taken in turn")
     parser.add_argument("--folder", type=Path, help="where the jobs lie (default: a temporary folder)")
     parser.add_argument("--out", type=Path, help="the summary as JSON")
     options = parser.parse_args()
     base = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
-    driver = Driver(base, options.seed, tell=lambda line: print(line, flush=True))
+    driver = Driver(base, options.seed, jobs=options.jobs, tell=lambda line: print(line, flush=True))
     report = driver.drive(options.faults, steps=options.steps)
     found = summary(report)
     text = json.dumps({"seed": options.seed, **found}, indent=1)

@@ -53,8 +53,8 @@ class Verdict:
 class Server:
     """The state of one inference server."""
 
-    version: int | None = None
-    pushed: tuple[int, int] | None = None  # attempt and version of the push under way
+    versions: set[int] = field(default_factory=set)  # at most one, unless they are adapters
+    pushed: dict[int, int] = field(default_factory=dict)  # attempt -> version of the pushes under way
 
 
 class Checker:
@@ -184,23 +184,35 @@ class Checker:
             lines = "".join(f"{checksum}  {name}\n" for name, checksum in sorted(self.files.get(version, {}).items()))
             known = hashlib.sha256(lines.encode()).hexdigest()[:8] if version in self.files else None
             self.require(event["digest"] == known, "serving", f"version {version} is taken over with other bytes")
-            self.servers[event["instance"]].version = version
+            self.servers[event["instance"]].versions = {version}
         for trajectory, num_tokens in event.get("num_tokens", {}).items():
             self.know(trajectory, num_tokens, "a lost server")
 
     def on_push(self, order: Record) -> None:
-        self.servers[order["instance"]] = Server(pushed=(order["attempt"], order["version"]))
+        server = self.servers[order["instance"]]
+        if not self.settings.get("adapters"):
+            server.versions, server.pushed = set(), {}
+        server.pushed[order["attempt"]] = order["version"]
+        most = self.settings["rules"]["max_staleness"] + 3 if self.settings.get("adapters") else 1
+        held = len(server.versions) + len(server.pushed)
+        self.require(held <= most, "serving", f"instance {order['instance']} holds or loads {held} versions")
+
+    def on_push_failed(self, event: Record) -> None:
+        self.servers[event["instance"]].pushed.pop(event["attempt"], None)
+
+    def on_unload(self, order: Record) -> None:
+        self.servers[order["instance"]].versions.discard(order["version"])
 
     def on_pushed(self, event: Record) -> None:
         server = self.servers[event["instance"]]
-        if server.pushed == (event["attempt"], event["version"]):
-            server.version, server.pushed = event["version"], None
+        if server.pushed.get(event["attempt"]) == event["version"]:
+            server.versions.add(server.pushed.pop(event["attempt"]))
 
     def on_generate(self, order: Record) -> None:
         trajectory, version = order["trajectory"], order["version"]
-        holds = self.servers[order["instance"]].version
+        holds = self.servers[order["instance"]].versions
         told = f"trajectory {trajectory} of version {version}"
-        self.require(holds == version, "serving", f"{told} goes to instance {order['instance']}, which holds {holds}")
+        self.require(version in holds, "serving", f"{told} goes to instance {order['instance']}, which holds {holds}")
         if trajectory >= 0:
             tag = self.admitted.get(self.group_of(trajectory), (None, 0))[0]
             self.require(tag == version, "tag", f"{told} belongs to a group of {tag}")
@@ -327,6 +339,8 @@ HANDLERS: Mapping[str, Callable[[Checker, Record], None]] = {
     "InstanceLost": Checker.on_instance,
     "PushWeights": Checker.on_push,
     "WeightPushFinished": Checker.on_pushed,
+    "WeightPushFailed": Checker.on_push_failed,
+    "UnloadVersion": Checker.on_unload,
     "Generate": Checker.on_generate,
     "ProgressReported": Checker.on_progress,
     "GenerationFinished": Checker.on_answer,

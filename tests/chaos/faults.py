@@ -11,7 +11,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,13 @@ from tests.chaos.phases import until_asked, wait_for
 from tests.chaos.recorded import read_frames, unpack
 from tests.chaos.session import DEADLY, LIVE, Session, Unexpected, intrude
 
+#: Settings of jobs by name; a driver takes one after the other.
+JOBS: Mapping[str, Mapping[str, object]] = {
+    "ranks": {"trainer__ranks": 2},
+    "on-policy": {"engine__instances": 1, "rollout__max_staleness": 0},
+    "merged": {"trainer__ranks": 2, "trainer__lora__rank": 4},
+    "adapters": {"engine__instances": 1, "trainer__lora__rank": 4, "engine__adapters": True},
+}
 #: Moments for faults that the run must survive; its end comes only once.
 MOMENTS = ("generating", "grading", "committing", "training", "publishing", "pushing", "checkpointing")
 STOPPED = ("controller", "trainer rank", "torchrun", "an engine", "grader")
@@ -186,6 +193,7 @@ class Driver:
 
     base: Path
     seed: int
+    jobs: Sequence[str] = tuple(JOBS)
     report: Report = field(default_factory=Report)
     tell: Callable[[str], None] = lambda line: None
 
@@ -198,7 +206,7 @@ class Driver:
                 break
             base = self.base / f"job-{self.seed}-{number}"
             base.mkdir(parents=True)
-            with Session(base, steps=steps, changes=_shape(number)) as session:
+            with Session(base, steps=steps, changes=dict(JOBS[self.jobs[number % len(self.jobs)]])) as session:
                 try:
                     self._attack(session, rounds, dice, until=num_faults)
                     session.finish()
@@ -302,11 +310,6 @@ class Driver:
     def _count(self, what: str, when: str) -> None:
         self.report.faults[what] += 1
         self.tell(f"{self.report.num_faults:4} {what} ({when})")
-
-
-def _shape(number: int) -> dict[str, object]:
-    """Return the settings of a job; every other one has a single server and a single rank, and trains on policy."""
-    return {"engine__instances": 1, "rollout__max_staleness": 0} if number % 2 else {"trainer__ranks": 2}
 
 
 def _are_ready(session: Session) -> bool:

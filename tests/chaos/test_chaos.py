@@ -15,8 +15,9 @@ FAULTS = 20
 STEPS = 20
 
 
-def test_twenty_faults_cost_no_group_and_train_none_twice(tmp_path: Path) -> None:
-    report = Driver(tmp_path, SEED).drive(FAULTS, steps=STEPS)
+@pytest.mark.parametrize("jobs", [("ranks", "on-policy"), ("adapters", "merged")], ids="-".join)
+def test_twenty_faults_cost_no_group_and_train_none_twice(tmp_path: Path, jobs: tuple[str, ...]) -> None:
+    report = Driver(tmp_path, SEED, jobs=jobs).drive(FAULTS, steps=STEPS)
     assert report.violations == []
     assert report.num_faults >= FAULTS
     assert report.false_alarms == 0

@@ -312,12 +312,28 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
             "trainer.optimizer_state: with trainer.lora, only an adapter has moments",
         ),
         (["trainer.lora.rank=8", "trainer.parallel.tensor=2"], "trainer.parallel.tensor: not with trainer.lora"),
+        (["engine.adapters=true"], "engine.adapters: versions are adapters only if one is trained; set trainer.lora"),
+        (
+            ["engine.adapters=true", "trainer.lora.rank=8", "rollout.strategy=partial_bounded"],
+            "engine.adapters: partial_bounded changes the weights under running requests",
+        ),
+        (
+            ["engine.adapters=true", "trainer.lora.rank=8", "weights.transfer=distributed"],
+            "weights.transfer: servers read adapters from folders",
+        ),
         (["trainer.lora.dropout=0.1"], "--set trainer.lora.dropout=0.1: trainer.lora.dropout: not supported, because"),
     ],
 )
 def test_a_contradiction_between_sections_is_found_before_anything_starts(overrides: list[str], beginning: str):
     (line,) = refused(*overrides)
     assert line.startswith(beginning)
+
+
+def test_one_server_is_enough_for_any_k_if_it_holds_versions_as_adapters():
+    few = ["engine.instances=1", "rollout.max_staleness=4"]
+    assert refused(*few)
+    adapters = ["engine.adapters=true", "trainer.lora.rank=8"]
+    assert load(None, [*few, *adapters], environ={}).num_instances == 1
 
 
 def test_without_terms_of_the_reward_an_environment_is_graded_by_no_one_else(tmp_path: Path):

@@ -39,13 +39,14 @@ from dora.controller.orders import Orders
 from dora.controller.published import Published
 from dora.controller.reporters import Reporters
 from dora.controller.run_tasks import RunTasks
+from dora.controller.served import ServedWeights
 from dora.controller.trajectories import Trajectories
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import FOREIGN_VERSION, InstanceId, TrajectoryId, VersionId
 from dora.core.state import State
 from dora.core.strategies import Pause, Settings, rules_of
-from dora.core.tables import Instance
+from dora.core.tables import Server
 from dora.engine.api import Capabilities, GenerateRequest, GenerateResult, KvUse, OnStage, OnTokens, no_stage
 from dora.engine.errors import ServerGone
 from dora.errors import RemoteError
@@ -384,7 +385,10 @@ class Surroundings:
     @property
     def generate(self) -> StreamAttempt:
         sampling = Sampling(0, MAX_NEW_TOKENS, 1.0, self.tokenizer.eos_ids, self.evaluations)
-        return StreamAttempt(self.engine, self.fleet, self.trajectories, self.published, sampling, self.ids, self.now)
+        served = ServedWeights(self.published)
+        return StreamAttempt(
+            self.engine, self.fleet, self.trajectories, self.published, served, sampling, self.ids, self.now
+        )
 
     @property
     def grade(self) -> GradeAnswer:
@@ -416,7 +420,7 @@ def make_fleet(
     engine: Any,
     inbox: Inbox,
     in_flight: Any,
-    rows: Mapping[InstanceId, Instance],
+    rows: Mapping[InstanceId, Server],
     now: Callable[[], float],
     version_of: Callable[[str], VersionId] = lambda label: FOREIGN_VERSION,
     **limits: Any,

@@ -18,7 +18,7 @@ from dora.controller.published import Published
 from dora.core.events import Event, InstanceLost, InstanceUp, PrefillReported
 from dora.core.ids import GroupId, InstanceId, TrajectoryId
 from dora.core.phases import WeightsPhase
-from dora.core.tables import Group, Instance
+from dora.core.tables import Group, Server
 from dora.engine.api import Capabilities, KvUse
 from dora.engine.errors import ServerGone
 from dora.engine.names import UNCONFIRMED
@@ -46,7 +46,7 @@ class Kept:
         self.inbox = Inbox()
         self.urls_at_fences: list[dict[InstanceId, str]] = []
         self.residents: dict[InstanceId, dict[TrajectoryId, int]] = {}
-        self.rows: dict[InstanceId, Instance] = {}
+        self.rows: dict[InstanceId, Server] = {}
         self.published = Published("run", files={5: {"model.safetensors": "five"}})
         limits = {"streams": 12, "slots": 4, "kv_tokens": 1024, "context_tokens": 128, "model": Path(), "path_map": {}}
         self.fleet = Fleet(
@@ -273,7 +273,7 @@ class Checked:
 
     def __init__(self, kept: Kept) -> None:
         self.kept = kept
-        self.row = kept.rows[ZERO] = Instance(ZERO)
+        self.row = kept.rows[ZERO] = Server(ZERO)
         self.answers: list[bool] = []
         self.asked = 0
         self.kv = [0]  # in use, at one look after the other; the last one stays
@@ -313,14 +313,14 @@ async def test_a_server_is_lost_after_three_missed_checks_in_a_row(checked: Chec
 async def test_a_server_is_not_asked_for_its_health_while_a_push_may_have_paused_it(checked: Checked) -> None:
     kept = checked.kept
     checked.answers = [False] * 100
-    checked.row.pushing = 3
+    checked.row.full.pushing = 3
     async with serving(kept):
         await checked.turns()
         assert (checked.asked, kept.is_silent) == (0, True)
-        checked.row.pushing, checked.row.weights = None, WeightsPhase.QUARANTINED
+        checked.row.full.pushing, checked.row.full.phase = None, WeightsPhase.QUARANTINED
         await checked.turns()
         assert (checked.asked, kept.is_silent) == (0, True)
-        checked.row.weights = WeightsPhase.LOADING
+        checked.row.full.phase = WeightsPhase.LOADING
         assert isinstance(await kept.next(), InstanceLost)
 
 
@@ -332,7 +332,7 @@ async def test_a_server_that_is_gone_in_a_push_is_lost_long_before_the_push_is_g
         raise ServerGone(f"{url}: cannot connect")
 
     async with serving(kept):
-        checked.row.pushing = 3
+        checked.row.full.pushing = 3
         kept.engines.label = refused  # type: ignore[method-assign]
         assert isinstance(await kept.next(), InstanceLost)
         assert checked.asked == 3
@@ -344,7 +344,7 @@ async def test_a_check_that_fails_because_a_push_began_meanwhile_does_not_count(
     async def fails_at_last_in_a_pause(url: str, *, timeout_s: float) -> bool:
         checked.asked += 1
         if checked.asked % HEALTH_STRIKES == 0:
-            checked.row.pushing = 3
+            checked.row.full.pushing = 3
         return False
 
     kept.engines.is_alive = fails_at_last_in_a_pause  # type: ignore[method-assign]
@@ -353,7 +353,7 @@ async def test_a_check_that_fails_because_a_push_began_meanwhile_does_not_count(
             await checked.turns()
             assert checked.asked == number
             assert kept.is_silent
-            checked.row.pushing = None
+            checked.row.full.pushing = None
 
 
 async def test_concurrent_inquiries_about_a_server_are_shared(
@@ -386,7 +386,7 @@ async def test_a_cancelled_inquiry_is_repeated_for_the_next_caller(
 async def test_a_server_that_a_push_may_have_paused_is_asked_for_its_label_alone(checked: Checked) -> None:
     kept = checked.kept
     checked.answers = [False] * 100
-    checked.row.pushing = 3
+    checked.row.full.pushing = 3
     async with serving(kept):
         assert await kept.fleet.inquire(ZERO) == "default"
         assert checked.asked == 0
@@ -394,7 +394,7 @@ async def test_a_server_that_a_push_may_have_paused_is_asked_for_its_label_alone
 
 def with_a_resident(checked: Checked) -> None:
     group = Group(GroupId(0), version=0, deadline=1, num_prompt_tokens=3, group_size=2, admitted_at=0.0)
-    checked.row.weights, checked.row.version = WeightsPhase.SERVING, 0
+    checked.row.full.phase, checked.row.full.version = WeightsPhase.SERVING, 0
     checked.row.add(group.trajectories[0])
 
 
@@ -455,8 +455,8 @@ async def test_servers_join_while_this_host_allows_a_connection_for_each_of_thei
         with pytest.raises(ConfigError, match=refusal):
             kept.fleet.join("http://engine-3", slots=8)
     async with serving(Kept(1, slots=None)) as kept:
-        kept.rows[ZERO] = Instance(ZERO, slots=2)
-        kept.rows[kept.fleet.join("http://engine-1", slots=5)] = Instance(InstanceId(1), slots=5)
+        kept.rows[ZERO] = Server(ZERO, slots=2)
+        kept.rows[kept.fleet.join("http://engine-1", slots=5)] = Server(InstanceId(1), slots=5)
         with pytest.raises(ConfigError, match=r"of 3 instances need up to 13 connections, but this host allows 12"):
             kept.fleet.join("http://engine-3", slots=6)
 

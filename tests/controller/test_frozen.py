@@ -17,7 +17,7 @@ from dora.controller.inbox import Inbox
 from dora.controller.trajectories import Trajectories
 from dora.core.events import InstanceLost, InstanceUp
 from dora.core.ids import FOREIGN_VERSION, InstanceId
-from dora.core.tables import Instance
+from dora.core.tables import Server
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.engine import SglangEngine
 from dora.journal.tokens import TokenWriter
@@ -43,7 +43,7 @@ async def test_a_frozen_server_without_work_is_lost_by_its_health_and_comes_back
     assert server.pid is not None
     process = psutil.Process(server.pid)
     inbox = Inbox()
-    rows = {ZERO: Instance(ZERO)}
+    rows = {ZERO: Server(ZERO)}
     with TokenWriter(tmp_path / "tokens.bin") as tokens:
         in_flight = InFlight(Trajectories(tokens, group_size=1), rows=rows)
     async with EngineClient(max_connections=4) as client, asyncio.timeout(90):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from contextlib import closing
 from itertools import count
@@ -15,7 +16,7 @@ from dora.controller.evaluations import EvalSet, Evaluations
 from dora.controller.samples import SampleFile, Samples
 from dora.controller.trajectories import Trajectories
 from dora.core import commands as cmd
-from dora.core.ids import TrajectoryId, VersionId
+from dora.core.ids import InstanceId, StepId, TrajectoryId, VersionId
 from dora.core.phases import GroupPhase
 from dora.core.tables import Group
 from dora.environments.renderer import Renderer, open_renderer
@@ -87,6 +88,29 @@ def test_a_trained_sample_has_the_log_probs_of_the_trainer_if_it_sent_them(kept:
     assert (first.outcome, first.reward, first.answer, first.version) == ("trained", 1.0, "03", 1)
     assert (second.trajectory, second.trainer_logprobs) == (0, ())
     assert kept.of_step(kept.groups)[0].trainer_logprobs == (), "they belong to one step"
+
+
+def test_each_server_is_compared_with_the_trainer_by_fresh_answers_alone(kept: Kept) -> None:
+    """Groups 2 and 5 have version 2; trajectory 5 was moved, 10 was decoded by the other server."""
+    for trajectory, instance in ((4, 0), (5, 0), (5, 1), (10, 3), (6, 0)):
+        order = cmd.Generate(TrajectoryId(trajectory), 1, InstanceId(instance), VersionId(2), 0)
+        kept.samples.on_commands([order])
+    for trajectory, off in ((4, 0.0), (5, 0.1), (6, 1.0), (11, 1.0)):
+        logprobs = np.array([-0.5 + off, -0.25], np.float32)
+        kept.samples.on_logprobs(TrainerLogprobs(rank=0, trajectory=TrajectoryId(trajectory), logprobs=logprobs))
+    found = kept.samples.mismatches(kept.groups, step=StepId(2))
+    assert found == {0: 0.0, 1: pytest.approx((math.expm1(0.1) - 0.1) / 2, rel=1e-4)}
+    assert kept.samples.mismatches(kept.groups, step=StepId(2)) == {}, "a step is trained once"
+
+
+def test_only_what_the_policy_sampled_is_compared(kept: Kept) -> None:
+    record = kept.trajectories.records[TrajectoryId(4)]
+    record.tokens, record.logprobs = array("i", [5, 6, 7]), array("f", [-0.5, 0.0, -0.25])
+    record.observed.append((1, 2))
+    kept.samples.on_commands([cmd.Generate(TrajectoryId(4), 1, InstanceId(0), VersionId(2), 0)])
+    logprobs = np.array([-0.5, -0.25], np.float32)
+    kept.samples.on_logprobs(TrainerLogprobs(rank=0, trajectory=TrajectoryId(4), logprobs=logprobs))
+    assert kept.samples.mismatches(kept.groups, step=StepId(2)) == {0: 0.0}
 
 
 def test_samples_of_dropped_groups_come_with_the_next_step_once_and_are_as_many_as_are_kept(kept: Kept) -> None:

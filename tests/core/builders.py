@@ -50,6 +50,10 @@ def push(instance: int, *, version: int, attempt: int) -> cmd.PushWeights:
     return cmd.PushWeights(InstanceId(instance), attempt, version)
 
 
+def unload(instance: int, *, version: int, attempt: int, load: int) -> cmd.UnloadVersion:
+    return cmd.UnloadVersion(InstanceId(instance), attempt, version, load)
+
+
 def commit(group: int, *, version: int, step: int) -> cmd.CommitGroup:
     return cmd.CommitGroup(GroupId(group), version, step)
 
@@ -78,6 +82,7 @@ class Core:
         self.orders: list[Command] = []  #: all that were ever given
         self.journal: list[tuple[ev.Event, list[Command]]] = []
         self.attempts: dict[tuple[type[Command], int], int] = {}  #: latest, per order and trajectory or instance
+        self.adapters: dict[tuple[int, int], int] = {}  #: latest attempt, per instance and version
         self.incarnations: dict[int, int] = {}
         self.waves: list[cmd.TrainMicroBatch] = []  #: sent and not yet trained
 
@@ -94,6 +99,9 @@ class Core:
                 self.attempts[type(order), order.trajectory] = order.attempt
             elif isinstance(order, cmd.PushWeights):
                 self.attempts[cmd.PushWeights, order.instance] = order.attempt
+                self.adapters[order.instance, order.version] = order.attempt
+            elif isinstance(order, cmd.UnloadVersion):
+                self.adapters[order.instance, order.version] = order.attempt
             elif isinstance(order, cmd.TrainMicroBatch):
                 self.waves.append(order)
         return orders + [order for fetch in fetches for order in self._read(fetch)]
@@ -130,6 +138,20 @@ class Core:
     def push_failed(self, instance: int, *, attempt: int | None = None) -> list[Command]:
         attempt = self.attempts[cmd.PushWeights, instance] if attempt is None else attempt
         return self.tell(ev.WeightPushFailed(self.now, InstanceId(instance), attempt, "refused"))
+
+    def loaded(self, instance: int, version: int) -> list[Command]:
+        """The push of an adapter, beside which others may be under way, succeeds."""
+        return self.pushed(instance, version, attempt=self.adapters[instance, version])
+
+    def load_failed(self, instance: int, version: int) -> list[Command]:
+        return self.push_failed(instance, attempt=self.adapters[instance, version])
+
+    def unloaded(self, instance: int, version: int) -> list[Command]:
+        return self.tell(ev.VersionUnloaded(self.now, InstanceId(instance), self.adapters[instance, version]))
+
+    def unload_failed(self, instance: int, version: int) -> list[Command]:
+        attempt = self.adapters[instance, version]
+        return self.tell(ev.VersionUnloadFailed(self.now, InstanceId(instance), attempt, "refused"))
 
     def drain(self, instance: int, *, leave: bool = False) -> list[Command]:
         return self.tell(ev.InstanceDrainRequested(self.now, InstanceId(instance), leave))
@@ -273,5 +295,35 @@ def packing(**changes: object) -> Core:
     """As above, and what is left of version 0 (16, 17 on instance 0; 22, 23 on instance 1) fits on one."""
     core = two_versions(**changes)
     for t in (18, 19, 20, 21):
+        core.finished(t)
+    return core
+
+
+def shared(*, instances: int = 1, slots: int = 16, **changes: object) -> Core:
+    """Version 1 is loaded on every server beside version 0, of which groups 4 to 7 (trajectories 8 to 15) still run; it
+    has group 8 (16, 17), and the window W admits no more.
+
+    N = 4, G = 2, K = 1.
+    """
+    core = published(instances=instances, slots=slots, **changes)
+    for i in range(instances):
+        core.loaded(i, 1)
+    return core
+
+
+def published(*, instances: int = 1, slots: int = 16, **changes: object) -> Core:
+    """As above, before the loads of version 1 have ended."""
+    core = started(instances=instances, slots=slots, adapters=True, **({"groups_per_step": 4} | changes))  # type: ignore[arg-type]
+    for group in range(4):
+        core.answer(group)
+    core.train(0)
+    assert core.publish(1) == [push(i, version=1, attempt=2) for i in range(instances)]
+    return core
+
+
+def unloading(**changes: object) -> Core:
+    """As above, and version 0 is being unloaded, as its trajectories have ended."""
+    core = shared(**changes)  # type: ignore[arg-type]
+    for t in range(8, 16):
         core.finished(t)
     return core

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -41,8 +41,14 @@ class Server:
     kv_tokens: int = 1
     version: int = FOREIGN_VERSION  #: what it holds; foreign whenever nobody can know
     weights: int = FOREIGN_VERSION  #: what it really decodes with
+    adapters: dict[int, int] = field(default_factory=dict)  #: of several versions: the load of each that is confirmed
+    doubtful: dict[int, int] = field(default_factory=dict)  #: those that it may have: orders are open or failed
+    attempts: set[int] = field(default_factory=set)  #: of all loads and unloads, under which names are made
     pressed: bool = False
     condemned: bool = False
+
+    def holds(self, version: int) -> bool:
+        return self.up and version in (self.version, *self.adapters)
 
 
 @dataclass
@@ -85,7 +91,8 @@ class Outside:
         self.call_share = calls  #: of the times when an answer gets on, those when it calls its environment
         self.intents: set[TrajectoryId] = set()  #: calls that may be made now, once each
         self.calls: dict[TrajectoryId, cmd.CallEnvironment] = {}
-        self.pushes: dict[InstanceId, cmd.PushWeights] = {}
+        self.pushes: dict[tuple[InstanceId, int], cmd.PushWeights] = {}  #: by instance and attempt
+        self.unloads: dict[tuple[InstanceId, int], cmd.UnloadVersion] = {}
         self.late: deque[ev.Event] = deque(maxlen=40)  #: completions whose command has been answered or voided
         self.epoch = 0
         self.restarted_at = 0  #: number of events before the latest start of the controller
@@ -134,6 +141,8 @@ class Outside:
             require_room(self.state, orders)
         if self.checked and self.outcome is None:
             self._nothing_idles(event)
+            if self.settings.adapters:
+                self._nothing_overtakes(event, orders)
         self.sound = True
 
     def answer(self, event: ev.Event) -> None:
@@ -145,26 +154,64 @@ class Outside:
         """At rest, the roomiest server of a version has no room for its queued work, and no server is vacant while a
         version is in need."""
         state = self.state
-        takers = [i for i in state.instances.values() if i.takes_work]
         for version, entry in state.window.entries.items():
             groups = [g for g in state.ledger.groups.values() if g.current == version and g.waiting]
             if groups:
                 first = min(groups, key=lambda g: (g.unfinished, g.id))
                 most = first.num_prompt_tokens + self.settings.max_new_tokens
                 roomiest = min(
-                    (i for i in takers if i.version == version), key=lambda i: (i.load(), i.id), default=None
+                    (i for i in state.instances.values() if i.takes_work(version)),
+                    key=lambda i: (i.load(), i.id),
+                    default=None,
                 )
                 idle = roomiest is not None and roomiest.has_room(most)
+                idle = idle and not (self.settings.adapters and self._is_sample_next())
                 assert not idle, f"version {version} has room while its group {first.id} waits: {roomiest}"
+                if roomiest is not None and self.settings.adapters:
+                    break  # what is due later must not overtake it
             if isinstance(event, ev.Ticked) and entry.num_waiting and not entry.serving and not entry.loading:
                 free = [i.id for i in state.vacant.values() if self._may_be_pushed(i.id)]
+                if self.settings.adapters:
+                    free = [i.id for i in state.instances.values() if self._may_load(i.id, version)]
                 assert not free, f"version {version} has no instance while {free} are free"
 
     def _may_be_pushed(self, id: InstanceId) -> bool:
         i = self.state.instances[id]
-        holds = self.state.window.entries.get(i.version) if i.version is not None else None
+        holds = self.state.window.entries.get(i.full.version) if i.full.version is not None else None
         is_last = holds is not None and holds.needs_instance and len(holds.serving) == 1
-        return i.is_empty and i.retry_at <= self.now and not is_last
+        return i.is_empty and i.full.retry_at <= self.now and not is_last
+
+    def _may_load(self, id: InstanceId, version: int) -> bool:
+        i, server = self.state.instances[id], self.servers[id]
+        if not i.is_member or i.condemned or not server.up or version in server.doubtful:
+            return False
+        return len(server.adapters) + len(server.doubtful) < self.settings.num_holdings
+
+    def _nothing_overtakes(self, event: ev.Event, orders: list[cmd.Command]) -> None:
+        """A free slot of a shared server goes to the evaluation's share, then to queued work by deadline, then to new
+        groups: nothing was begun although something that comes before it waits for room where it could run."""
+        state = self.state
+        new = [order.group for order in orders if isinstance(order, cmd.AdmitGroup)]
+        goes_on = getattr(event, "trajectory", -1)  # it had its slot before
+        begun = [o for o in orders if isinstance(o, cmd.Generate) and o.trajectory >= 0 and o.trajectory != goes_on]
+        if self._is_sample_next() and not state.settings.max_episodes:
+            assert not begun, f"{begun} overtake a sample of version {state.evaluation.version}"
+        for version, entry in state.window.entries.items():
+            if entry.num_waiting and self._takes_work(version):
+                first = {g.id for g in state.ledger.groups.values() if g.version == version and g.waiting} - set(
+                    new[-1:]
+                )
+                late = [o.trajectory for o in begun if o.version > version]
+                assert not (first and (new or late)), f"groups {new} and {late} overtake groups {first} of {version}"
+
+    def _is_sample_next(self) -> bool:
+        """Whether an evaluation sample waits that is within its share, and servers take its work."""
+        samples, share = self.state.evaluation, int(self.settings.max_eval_share * self.state.num_slots)
+        is_within = samples.num_resident + samples.away < max(1, share)
+        return bool(samples.waiting) and is_within and self._takes_work(samples.version)
+
+    def _takes_work(self, version: int | None) -> bool:
+        return any(i.takes_work(version) for i in self.state.instances.values())
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
@@ -181,8 +228,8 @@ class Outside:
         assert order.num_tokens == self.tokens.setdefault(t, 0), "C2: not from all its tokens"
         assert server.up
         assert order.instance not in self.barred
-        assert server.version == order.version, f"C1: instance {order.instance} holds {server.version}: {order}"
-        assert order.instance not in self.pushes
+        assert server.holds(order.version), f"C1: instance {order.instance} does not hold it: {order}"
+        assert self.settings.adapters or not self._has_orders(order.instance)
         assert order.version not in self.released
         if t >= 0:
             tag = self.tags[self._group(t)]
@@ -205,22 +252,56 @@ class Outside:
 
     def _PushWeights(self, order: cmd.PushWeights) -> None:
         assert self.servers[order.instance].up
-        assert order.instance not in self.pushes
         assert order.instance not in self.barred
         assert order.version in self.published
         assert order.version not in self.released
-        held = {s.version for i, s in self.servers.items() if s.up and i not in self.barred}
-        is_first = order.version not in held | {p.version for p in self.pushes.values()}
+        held = any(s.holds(order.version) for i, s in self.servers.items() if i not in self.barred)
+        is_first = not held and order.version not in {p.version for p in self.pushes.values()}
         assert len(self.pushes) < self.state.push_limit.limit or is_first or self.in_flight
+        if self.settings.adapters:
+            self._load_adapter(order)
+            return
+        assert not self._has_orders(order.instance)
         running = [
             t for t, r in self.requests.items() if r.order.instance == order.instance and (t < 0 or not self.in_flight)
         ]
         assert not running, f"C1: instance {order.instance} is pushed while it decodes {running}"
-        self.pushes[order.instance] = order
-        held, self.servers[order.instance].version = self.servers[order.instance].version, FOREIGN_VERSION
-        entry = self.state.window.entries.get(held)
+        self.pushes[order.instance, order.attempt] = order
+        before, self.servers[order.instance].version = self.servers[order.instance].version, FOREIGN_VERSION
+        entry = self.state.window.entries.get(before)
         if entry is not None and entry.needs_instance and entry.away < entry.unfinished:
-            assert any(s.up and s.version == held for s in self.servers.values()), f"the last of version {held} is gone"
+            assert any(s.holds(before) for s in self.servers.values()), f"the last of version {before} is gone"
+
+    def _load_adapter(self, order: cmd.PushWeights) -> None:
+        server = self.servers[order.instance]
+        assert order.version not in server.adapters.keys() | server.doubtful.keys(), f"it may have it already: {order}"
+        assert len(server.adapters) + len(server.doubtful) < self.settings.rules.max_staleness + 3
+        assert order.attempt not in server.attempts, "a name is used again"
+        server.attempts.add(order.attempt)
+        server.doubtful[order.version] = order.attempt
+        self.pushes[order.instance, order.attempt] = order
+
+    def _UnloadVersion(self, order: cmd.UnloadVersion) -> None:
+        server, v = self.servers[order.instance], order.version
+        assert server.up
+        assert order.instance not in self.dismissed
+        assert order.attempt not in server.attempts
+        assert (order.instance, order.load) not in self.pushes, "it is being loaded"
+        assert all(u.version != v for (i, _), u in self.unloads.items() if i == order.instance)
+        users = [t for t, r in self.requests.items() if r.order.instance == order.instance and r.order.version == v]
+        assert not users, f"C1: version {v} is unloaded from instance {order.instance} under {users}"
+        if v in server.adapters:
+            open_ones = {self._group(t) for t in (*self.requests, *self.calls) if t >= 0} - self.left
+            assert all(self.tags[g] != v for g in open_ones), f"version {v} is unloaded and needed"
+            assert server.adapters.pop(v) == order.load
+        else:
+            assert server.doubtful[v] == order.load, "something else than what was loaded is unloaded"
+        server.attempts.add(order.attempt)
+        server.doubtful[v] = order.load
+        self.unloads[order.instance, order.attempt] = order
+
+    def _has_orders(self, instance: InstanceId) -> bool:
+        return any(i == instance for i, _ in (*self.pushes, *self.unloads))
 
     def _TrainMicroBatch(self, order: cmd.TrainMicroBatch) -> None:
         assert len(order.ranks) == self.settings.num_ranks
@@ -250,7 +331,7 @@ class Outside:
     def _DismissInstance(self, order: cmd.DismissInstance) -> None:
         assert order.instance in self.barred
         assert order.instance not in self.dismissed
-        assert order.instance not in self.pushes
+        assert not self._has_orders(order.instance)
         assert all(r.order.instance != order.instance for r in self.requests.values()), "dismissed while it decodes"
         self.dismissed.add(order.instance)
 
@@ -325,6 +406,8 @@ class Outside:
         assert v not in self.released
         assert all(r.order.version != v for t, r in self.requests.items() if t < 0 or not self.in_flight)
         assert all(p.version != v for p in self.pushes.values())
+        holders = [i for i, s in self.servers.items() if s.up and v in s.adapters.keys() | s.doubtful.keys()]
+        assert not holders, f"released while instances {holders} may have it"
         untrained = [g for g, tag in self.tags.items() if tag == v and g not in self.left]
         assert not untrained or self.in_flight, f"released with untrained groups {untrained}"
         self.released.add(v)
@@ -378,7 +461,9 @@ class Outside:
         """Of all it has produced so far."""
         order, ended = request.order, request.spans
         start = ended[-1][2] if ended else order.num_tokens
-        return (*ended, (self.servers[order.instance].weights, start, self.tokens[order.trajectory]))
+        server = self.servers[order.instance]
+        weights = order.version if order.version in server.adapters else server.weights
+        return (*ended, (weights, start, self.tokens[order.trajectory]))
 
     def _load(self, instance: InstanceId, version: int) -> None:
         """The weights change, and what runs goes on."""
@@ -440,19 +525,25 @@ class Outside:
 
     def come_up(self, instance: InstanceId, *, slots: int, kv_tokens: int) -> None:
         server = self.servers[instance]
-        self.servers[instance] = Server(server.incarnation + 1, up=True, slots=slots, kv_tokens=kv_tokens)
+        self.servers[instance] = Server(
+            server.incarnation + 1, up=True, slots=slots, kv_tokens=kv_tokens, attempts=server.attempts
+        )
         self.answer(ev.InstanceUp(self.now, instance, server.incarnation + 1, slots, kv_tokens))
 
     def take_over(self, instance: InstanceId, *, digest: str) -> None:
         """A server that nobody heard comes back as it was; its label tells what it holds, if a push has proved it."""
         old = self.servers[instance]
-        version = old.version if old.version != FOREIGN_VERSION else None
+        label = next(iter(old.adapters), old.version)
+        version = label if label != FOREIGN_VERSION else None
         is_right = version is not None and digest == DIGEST and version not in self.released
+        is_right = is_right and not self.settings.adapters  # of those, nobody knows which it has
         holds = version if version is not None and is_right else FOREIGN_VERSION
-        self.servers[instance] = Server(old.incarnation + 1, True, 1 + instance % 4, 300, holds, old.weights)
+        self.servers[instance] = Server(
+            old.incarnation + 1, True, 1 + instance % 4, 300, holds, old.weights, attempts=old.attempts
+        )
         self.answer(ev.InstanceUp(self.now, instance, old.incarnation + 1, 1 + instance % 4, 300, version, digest))
         taken = self.state.instances.get(instance)
-        assert taken is None or taken.incarnation != old.incarnation + 1 or is_right == (taken.version is not None)
+        assert taken is None or taken.incarnation != old.incarnation + 1 or is_right == (taken.full.version is not None)
 
     def lose(self, instance: InstanceId) -> None:
         self._void(instance)
@@ -464,9 +555,11 @@ class Outside:
 
     def _void(self, instance: InstanceId) -> None:
         self.servers[instance].up = False
-        push = self.pushes.pop(instance, None)
-        if push is not None:
+        for key in [key for key in self.pushes if key[0] == instance]:
+            push = self.pushes.pop(key)
             self.late.append(ev.WeightPushFinished(self.now, instance, push.attempt, push.version))
+        for key in [key for key in self.unloads if key[0] == instance]:
+            self.late.append(ev.VersionUnloaded(self.now, instance, self.unloads.pop(key).attempt))
 
     def _void_request(self, t: TrajectoryId) -> None:
         attempt = self.requests.pop(t).order.attempt
@@ -520,19 +613,35 @@ class Outside:
         self.servers[instance].pressed = pressed
         self.deliver(ev.KvPressureReported(self.now, instance, pressed))
 
-    def finish_push(self, instance: InstanceId) -> None:
-        order = self.pushes.pop(instance)
-        self._load(instance, order.version)
-        self.servers[instance].version = order.version
+    def finish_push(self, key: tuple[InstanceId, int]) -> None:
+        order = self.pushes.pop(key)
+        instance = order.instance
+        if self.settings.adapters:
+            self.servers[instance].adapters[order.version] = self.servers[instance].doubtful.pop(order.version)
+        else:
+            self._load(instance, order.version)
+            self.servers[instance].version = order.version
         self.answer(ev.WeightPushFinished(self.now, instance, order.attempt, order.version))
 
-    def fail_push(self, instance: InstanceId) -> None:
+    def fail_push(self, key: tuple[InstanceId, int]) -> None:
         """The push failed, or its answer was lost: what the server holds is unknown."""
-        order = self.pushes.pop(instance)
-        if order.attempt % 2:
+        order = self.pushes.pop(key)
+        instance = order.instance
+        if order.attempt % 2 and not self.settings.adapters:
             self._load(instance, order.version)
         self.answer(ev.WeightPushFailed(self.now, instance, order.attempt, "injected"))
         self.late.append(ev.WeightPushFinished(self.now, instance, order.attempt, order.version))
+
+    def finish_unload(self, key: tuple[InstanceId, int]) -> None:
+        order = self.unloads.pop(key)
+        del self.servers[order.instance].doubtful[order.version]
+        self.answer(ev.VersionUnloaded(self.now, order.instance, order.attempt))
+
+    def fail_unload(self, key: tuple[InstanceId, int]) -> None:
+        """The unload failed, or its answer was lost."""
+        order = self.unloads.pop(key)
+        self.answer(ev.VersionUnloadFailed(self.now, order.instance, order.attempt, "injected"))
+        self.late.append(ev.VersionUnloaded(self.now, order.instance, order.attempt))
 
     # -- what can happen: trainer, time, restarts ---------------------------------------------------------------------
 
@@ -637,10 +746,11 @@ class Outside:
         """Completions that could be mistaken for the completion of a command in flight; all completions if none
         could."""
         open_ones = self.requests.keys() | self.grades.keys() | self.calls.keys()
+        ordered = {i for i, _ in (*self.pushes, *self.unloads)}
         return [
             e
             for e in self.late
-            if getattr(e, "trajectory", None) in open_ones or getattr(e, "instance", None) in self.pushes
+            if getattr(e, "trajectory", None) in open_ones or getattr(e, "instance", None) in ordered
         ] or list(self.late)
 
     def echoes_of_the_removed(self) -> list[ev.Event]:
@@ -663,7 +773,8 @@ class Outside:
         acts += [lambda t=t: self.stop(t) for t, r in self.requests.items() if r.stopping]
         acts += [lambda t=t: self.any_result(t) for t in self.calls]
         acts += [lambda t=t: self.grade(t, float(t % self.settings.group_size)) for t in self.grades]
-        acts += [lambda i=i: self.finish_push(i) for i in self.pushes]
+        acts += [lambda key=key: self.finish_push(key) for key in self.pushes]
+        acts += [lambda key=key: self.finish_unload(key) for key in self.unloads]
         for i, server in self.servers.items():
             if server.condemned:
                 acts.append(lambda i=i: self.lose(i))
@@ -683,7 +794,8 @@ class Outside:
     def mishaps(self) -> list[Callable[[], None]]:
         """Everything that may go wrong at any time, one call each."""
         acts: list[Callable[[], None]] = []
-        acts += [lambda i=i: self.fail_push(i) for i in self.pushes]
+        acts += [lambda key=key: self.fail_push(key) for key in self.pushes]
+        acts += [lambda key=key: self.fail_unload(key) for key in self.unloads]
         acts += [lambda t=t: self.fail(t, server_gone=t % 2 == 1) for t in self.requests]
         acts += [lambda t=t: self.stop(t) for t in self.requests]
         acts += [lambda t=t: self.end_call(t, num_tokens=0, failed="injected") for t in self.calls]

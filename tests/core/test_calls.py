@@ -96,7 +96,7 @@ def test_a_slot_is_kept_for_the_time_that_a_prefill_elsewhere_would_cost_all_slo
 
 def test_with_pinned_a_version_keeps_its_last_instance_while_all_its_trajectories_call() -> None:
     core = packing(orchestration=PINNED, prefill_s_per_token=0.0)
-    versions = {i.version for i in core.state.instances.values()}
+    versions = {i.full.version for i in core.state.instances.values()}
     assert versions == {0}
     for t in (16, 17, 22, 23):
         core.called(t)
@@ -106,7 +106,7 @@ def test_with_pinned_a_version_keeps_its_last_instance_while_all_its_trajectorie
     core.pushed(given[0].instance, 1)
     core.tick(1.0)
     kept = 1 - given[0].instance
-    assert core.state.instances[kept].version == 0
+    assert core.state.instances[kept].full.version == 0
     assert core.result(16) == [generate(16, on=kept, version=0, attempt=3, tokens=2)]
 
 
@@ -159,7 +159,7 @@ def test_a_version_in_need_is_given_the_next_vacant_instance_of_the_newest_which
     core.tick(10.0)
     yielding = core.state.yielding
     assert yielding is not None
-    assert yielding.weights is WeightsPhase.DRAINING
+    assert yielding.full.phase is WeightsPhase.DRAINING
     orders = [o for t in sorted(residents[yielding.id]) for o in core.finished(t)]
     assert not [o for o in orders if isinstance(o, cmd.AdmitGroup | cmd.Generate)]
     assert [(o.instance, o.version) for o in orders if isinstance(o, cmd.PushWeights)] == [(yielding.id, 0)]
@@ -179,7 +179,7 @@ def test_an_instance_that_yields_admits_again_when_nothing_is_in_need_any_more()
         core.result(t, ended=True)
     core.up(2)
     assert core.of(cmd.PushWeights)[-1] == push(2, version=0, attempt=1)
-    assert (core.state.yielding, yielding.weights) == (None, WeightsPhase.SERVING)
+    assert (core.state.yielding, yielding.full.phase) == (None, WeightsPhase.SERVING)
 
 
 # -- instances --------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_a_turn_that_ends_with_a_call_instead_of_the_ordered_stop_has_moved() ->
     for t in mine:
         assert core.called(t)[0] == call(t)
     assert set(core.state.instances[1 - source].residents) == {16, 17, 22, 23}
-    assert core.state.instances[source].weights is WeightsPhase.UPDATING
+    assert core.state.instances[source].full.phase is WeightsPhase.UPDATING
     assert core.result(mine[0]) == [generate(mine[0], on=1 - source, version=0, attempt=3, tokens=2)]
 
 

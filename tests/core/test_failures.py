@@ -28,7 +28,7 @@ def test_a_failed_push_is_retried_after_its_back_off_and_then_the_instance_count
     core.up(0)
     for attempt, pause_s in enumerate(PUSH_BACKOFF_S, start=2):
         assert core.push_failed(0) == []
-        assert core.state.instances[InstanceId(0)].weights is WeightsPhase.QUARANTINED
+        assert core.state.instances[InstanceId(0)].full.phase is WeightsPhase.QUARANTINED
         assert core.tick(pause_s - 0.5) == []
         assert core.tick(0.5) == [push(0, version=0, attempt=attempt)]
     assert core.push_failed(0) == [cmd.CondemnInstance(InstanceId(0), 1, "8 pushes failed: refused")]
@@ -48,7 +48,7 @@ def test_a_confirmed_push_forgets_the_failures_before_it() -> None:
     core.push_failed(0)
     core.tick(2.0)
     core.pushed(0, 0)
-    assert core.state.instances[InstanceId(0)].failures == 0
+    assert core.state.instances[InstanceId(0)].full.failures == 0
 
 
 def test_a_quarantined_instance_gets_no_work() -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dora.core import commands as cmd
-from dora.core.ids import GroupId, InstanceId
+from dora.core.ids import FIRST_VERSION, GroupId, InstanceId
 from dora.core.phases import WEIGHTS, Membership, WeightsPhase
-from dora.core.tables import Group, Instance
+from dora.core.tables import Group, Server
 from tests.core.builders import Core, push, started
 
 
-def serving(*, slots: int = 4, kv: int = 100) -> Instance:
-    instance = Instance(InstanceId(0))
-    instance.weights = WeightsPhase.SERVING
-    instance.version, instance.slots, instance.kv_tokens = 0, slots, kv
+def serving(*, slots: int = 4, kv: int = 100) -> Server:
+    instance = Server(InstanceId(0))
+    instance.full.phase = WeightsPhase.SERVING
+    instance.full.version, instance.slots, instance.kv_tokens = 0, slots, kv
     return instance
 
 
@@ -30,17 +30,17 @@ def test_only_a_confirmed_push_leads_from_quarantine_to_work() -> None:
 
 def test_only_a_serving_member_that_is_neither_pressed_nor_condemned_takes_work() -> None:
     instance = serving()
-    assert instance.takes_work
+    assert instance.takes_work(FIRST_VERSION)
     instance.membership = Membership.DRAINED
-    assert not instance.takes_work
+    assert not instance.takes_work(FIRST_VERSION)
     instance.membership = Membership.MEMBER
     instance.pressed = True
-    assert not instance.takes_work
+    assert not instance.takes_work(FIRST_VERSION)
     instance.pressed, instance.condemned = False, True
-    assert not instance.takes_work
+    assert not instance.takes_work(FIRST_VERSION)
     instance.condemned = False
-    instance.weights = WeightsPhase.DRAINING
-    assert not instance.takes_work
+    instance.full.phase = WeightsPhase.DRAINING
+    assert not instance.takes_work(FIRST_VERSION)
 
 
 def test_room_ends_with_the_slots() -> None:
@@ -91,7 +91,7 @@ def test_an_instance_that_came_up_holds_nothing_and_is_pushed_before_it_works() 
     core.ready()
     core.publish(0)
     assert core.up(0) == [push(0, version=0, attempt=1)]
-    assert core.state.instances[InstanceId(0)].weights is WeightsPhase.LOADING
+    assert core.state.instances[InstanceId(0)].full.phase is WeightsPhase.LOADING
     assert [type(o) for o in core.pushed(0, 0)][:2] == [cmd.AdmitGroup, cmd.Generate]
 
 
@@ -103,7 +103,7 @@ def test_a_late_push_completion_of_an_old_attempt_is_counted_and_ignored() -> No
     assert core.tick(1.0) == [push(0, version=0, attempt=2)]
     assert core.pushed(0, 0, attempt=1) == []
     assert core.push_failed(0, attempt=1) == []
-    assert core.state.instances[InstanceId(0)].weights is WeightsPhase.UPDATING
+    assert core.state.instances[InstanceId(0)].full.phase is WeightsPhase.UPDATING
     assert core.state.counters.late_completions == 2
 
 
@@ -112,7 +112,7 @@ def test_a_push_that_reads_back_another_version_confirms_nothing() -> None:
     core.publish(0)
     core.up(0)
     assert core.pushed(0, 7) == []
-    assert core.state.instances[InstanceId(0)].version is None
+    assert core.state.instances[InstanceId(0)].full.version is None
 
 
 def test_events_of_an_older_incarnation_are_counted_and_ignored() -> None:
@@ -122,10 +122,10 @@ def test_events_of_an_older_incarnation_are_counted_and_ignored() -> None:
     before = core.state.counters.late_completions
     core.incarnations[0] = 1
     assert core.lost(0) == []
-    assert core.state.instances[InstanceId(0)].weights is WeightsPhase.LOADING
+    assert core.state.instances[InstanceId(0)].full.phase is WeightsPhase.LOADING
     core.incarnations[0] = 2
     core.lost(0)
     core.incarnations[0] = 1
     assert core.up(0) == []
-    assert core.state.instances[InstanceId(0)].weights is WeightsPhase.LOST
+    assert core.state.instances[InstanceId(0)].full.phase is WeightsPhase.LOST
     assert core.state.counters.late_completions == before + 2

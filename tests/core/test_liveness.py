@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dora.core import commands as cmd
-from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.ids import FIRST_VERSION, InstanceId, TrajectoryId
 from dora.core.phases import WeightsPhase
 from tests.core.builders import Core, admit, generate, grade, packing, push, started, stop, two_versions, wave
 
@@ -260,7 +260,7 @@ def test_rule_7_a_move_whose_target_is_lost_goes_on_where_there_is_room() -> Non
     core.lost(0, {16: 1, 17: 1})
     assert core.stopped(22, tokens=7) == []
     orders = core.stopped(23, tokens=2)
-    assert WeightsPhase.SERVING is core.state.instances[InstanceId(1)].weights
+    assert WeightsPhase.SERVING is core.state.instances[InstanceId(1)].full.phase
     assert sorted(o.trajectory for o in orders if isinstance(o, cmd.Generate)) == [16, 17, 22, 23]
     assert core.state.counters.scheduling_aborts == 0
 
@@ -281,7 +281,7 @@ def test_rule_8_an_instance_none_of_whose_requests_got_a_token_for_the_watchdogs
         cmd.CondemnInstance(InstanceId(0), 1, "none of its 4 requests got a token for 60 s"),
     ]
     assert core.tick(100.0) == []  # once
-    assert not core.state.instances[InstanceId(0)].takes_work
+    assert not core.state.instances[InstanceId(0)].takes_work(FIRST_VERSION)
 
 
 def test_rule_8_an_answer_that_ends_is_progress_of_its_server() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dora.core import commands as cmd
-from dora.core.ids import InstanceId
+from dora.core.ids import FIRST_VERSION, InstanceId
 from dora.core.phases import Membership, WeightsPhase
 from tests.core.builders import Core, generate, grade, push, started, stop, two_versions
 
@@ -52,7 +52,7 @@ def test_the_only_server_of_a_version_ends_its_trajectories_itself() -> None:
     core = two_versions(source=12)
     for t in (20, 21, 22, 23):
         core.finished(t)  # what is left of version 0 runs on instance 0
-    assert core.state.instances[ONE].version == 0  # and there is nothing else to do
+    assert core.state.instances[ONE].full.version == 0  # and there is nothing else to do
     core.drain(1)
     core.up(2)
     assert core.drain(0) == []
@@ -72,8 +72,8 @@ def test_a_drained_instance_gets_neither_work_nor_weights() -> None:
     later = [o for o in core.orders[core.orders.index(core.of(cmd.CommitGroup)[0]) :] if getattr(o, "instance", 1) == 0]
     assert later == []
     assert core.state.instances[ZERO].membership is Membership.DRAINED
-    assert core.state.instances[ZERO].weights is WeightsPhase.SERVING  # it keeps them, for a recall
-    assert core.state.instances[ZERO].version == 0
+    assert core.state.instances[ZERO].full.phase is WeightsPhase.SERVING  # it keeps them, for a recall
+    assert core.state.instances[ZERO].full.version == 0
 
 
 def test_trajectories_that_wait_get_another_instance_when_the_only_server_of_their_version_is_drained() -> None:
@@ -83,14 +83,14 @@ def test_trajectories_that_wait_get_another_instance_when_the_only_server_of_the
     core.up(0, slots=2)
     core.pushed(0, 0)
     core.up(1)
-    if core.state.instances[ONE].pushing is not None:
+    if core.state.instances[ONE].full.pushing is not None:
         core.push_failed(1)
     core.failed(0, tokens=3)  # goes on at once: nothing waits yet
     core.drain(0)
     core.failed(1, tokens=2)
     assert core.state.entry(0).num_waiting == 1
     core.tick(60.0)
-    assert core.state.instances[ONE].pushing == 0
+    assert core.state.instances[ONE].full.pushing == 0
     assert core.pushed(1, 0)[0] == generate(1, on=1, version=0, attempt=2, tokens=2)
 
 
@@ -99,7 +99,7 @@ def test_a_drain_that_would_leave_no_instance_is_refused() -> None:
     core.drain(1)
     assert core.drain(0) == [cmd.RefuseRequest(ZERO, f"instance 0: {REFUSED}")]
     assert core.drain(0, leave=True) == [cmd.RefuseRequest(ZERO, f"instance 0: {REFUSED}")]
-    assert core.state.instances[ZERO].takes_work
+    assert core.state.instances[ZERO].takes_work(FIRST_VERSION)
 
 
 def test_a_lost_instance_does_not_count_as_another_instance() -> None:
@@ -132,7 +132,7 @@ def test_a_push_to_an_instance_drained_in_the_meantime_completes_without_effect(
     core.pushed(0, 0)
     core.drain(1)
     assert core.pushed(1, 0) == []
-    assert core.state.instances[ONE].version == 0
+    assert core.state.instances[ONE].full.version == 0
     assert ONE not in core.state.entry(0).serving
 
 
@@ -152,7 +152,7 @@ def test_a_recalled_instance_serves_the_version_that_it_holds() -> None:
     core.drain(1)
     core.failed(0, tokens=2)  # its slot is taken at once again
     core.recall(1)
-    assert core.state.instances[ONE].takes_work
+    assert core.state.instances[ONE].takes_work(FIRST_VERSION)
     assert ONE in core.state.entry(0).serving
 
 

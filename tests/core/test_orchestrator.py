@@ -274,8 +274,8 @@ def trained_step(core: Core, *, waited: float, trained: float) -> float:
     step = state.formation.step
     core.now += waited
     while state.formation.step == step:
-        while instance.pushing is not None:
-            core.pushed(0, instance.pushing)
+        while instance.full.pushing is not None:
+            core.pushed(0, instance.full.pushing)
         core.answer(min(g.id for g in state.ledger.groups.values() if g.phase is GroupPhase.GENERATING))
     core.now += trained
     core.train(step)

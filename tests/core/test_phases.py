@@ -26,8 +26,8 @@ from dora.core.phases import (
     name_of,
 )
 from dora.core.strategies import rules_of
-from dora.core.tables import Group, Instance, Ledger
-from tests.core.builders import PROMPT, Core, packing, started
+from dora.core.tables import Group, Holding, Ledger, Server
+from tests.core.builders import PROMPT, Core, packing, published, started, unloading
 from tests.identity.runs import CALLS, OUTSIDES, play
 
 #: Name of the table, phases before and after, cause.
@@ -69,13 +69,13 @@ def change_trajectory(before: TrajectoryPhase, after: TrajectoryPhase, cause: Ca
 
 
 def change_weights(before: WeightsPhase, after: WeightsPhase, cause: Cause) -> WeightsPhase:
-    instance = Instance(InstanceId(7), weights=before)
-    instance.move(after, cause)
-    return instance.weights
+    holding = Holding(before)
+    holding.move(after, cause, instance=Server(InstanceId(7), [holding]))
+    return holding.phase
 
 
 def change_membership(before: Membership, after: Membership, cause: Cause) -> Membership:
-    instance = Instance(InstanceId(7), membership=before)
+    instance = Server(InstanceId(7), membership=before)
     instance.change(after, cause)
     return instance.membership
 
@@ -290,6 +290,12 @@ def a_server_is_taken_over() -> None:
     core.up(0, holds=0)
 
 
+def a_failed_load_is_unloaded() -> None:
+    core = published()
+    core.load_failed(0, 1)
+    core.tick(1.0)
+
+
 G, T, W, M = GroupPhase, TrajectoryPhase, WeightsPhase, Membership
 #: Changes that random jobs make hardly ever: a list of events for each.
 RARE: Final[dict[Change, Callable[[], object]]] = {
@@ -318,6 +324,14 @@ RARE: Final[dict[Change, Callable[[], object]]] = {
     ("WEIGHTS", W.DRAINING, W.LOST, ev.InstanceLost): a_draining_instance_is_lost,
     ("WEIGHTS", W.DRAINING, W.LOST, ev.ControllerRestarted): a_controller_restarts_during_a_move,
     ("WEIGHTS", W.LOST, W.SERVING, ev.InstanceUp): a_server_is_taken_over,
+    # Random jobs have no adapters.
+    ("WEIGHTS", W.SERVING, W.UNLOADING, Decision.PLACE): unloading,
+    ("WEIGHTS", W.QUARANTINED, W.UNLOADING, Decision.PLACE): a_failed_load_is_unloaded,
+    ("WEIGHTS", W.UNLOADING, W.BLANK, ev.VersionUnloaded): lambda: unloading().unloaded(0, 0),
+    ("WEIGHTS", W.UNLOADING, W.QUARANTINED, ev.VersionUnloadFailed): lambda: unloading().unload_failed(0, 0),
+    ("WEIGHTS", W.UNLOADING, W.LOST, ev.InstanceLost): lambda: unloading().lost(0),
+    ("WEIGHTS", W.UNLOADING, W.LOST, ev.InstanceRemoved): lambda: unloading().removed(0),
+    ("WEIGHTS", W.UNLOADING, W.LOST, ev.ControllerRestarted): lambda: unloading().restarted(),
 }
 
 

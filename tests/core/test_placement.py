@@ -10,7 +10,7 @@ from dora.core.decode_time import DecodeTime
 from dora.core.ids import GroupId, InstanceId, TrajectoryId
 from dora.core.phases import WeightsPhase
 from dora.core.placement import KV_FILL, MAX_SLOWDOWN, allot, allot_by_requests, kv_floor, plan_moves
-from dora.core.tables import Group, Instance, Trajectory
+from dora.core.tables import Group, Server, Trajectory
 
 #: Time per token grows with the batch alone, by a tenth of the base per request.
 BY_REQUESTS = DecodeTime(base_s=1.0, per_request_s=0.1, per_token_s=0.0)
@@ -22,10 +22,10 @@ def group(id: int, *, deadline: int = 9) -> Group:
     return Group(GroupId(id), version=0, deadline=deadline, num_prompt_tokens=0, group_size=1, admitted_at=0.0)
 
 
-def instance(id: int, *residents: int, deadline: int = 9, slots: int = 8, kv: int = 1000) -> Instance:
+def instance(id: int, *residents: int, deadline: int = 9, slots: int = 8, kv: int = 1000) -> Server:
     """An instance with residents of these many tokens."""
-    i = Instance(InstanceId(id))
-    i.weights, i.version, i.slots, i.kv_tokens = WeightsPhase.SERVING, 0, slots, kv
+    i = Server(InstanceId(id))
+    i.full.phase, i.full.version, i.slots, i.kv_tokens = WeightsPhase.SERVING, 0, slots, kv
     for n, tokens in enumerate(residents):
         trajectory = group(100 * id + n, deadline=deadline).trajectories[0]
         trajectory.num_tokens = trajectory.footprint = tokens
@@ -33,12 +33,12 @@ def instance(id: int, *residents: int, deadline: int = 9, slots: int = 8, kv: in
     return i
 
 
-def moves(plan: list[tuple[Trajectory, Instance]] | None) -> list[tuple[TrajectoryId, InstanceId]] | None:
+def moves(plan: list[tuple[Trajectory, Server]] | None) -> list[tuple[TrajectoryId, InstanceId]] | None:
     return None if plan is None else [(t.id, i.id) for t, i in plan]
 
 
 def plan(
-    source: Instance, *targets: Instance, urgent: int = 1, decode_time: DecodeTime = FREE
+    source: Server, *targets: Server, urgent: int = 1, decode_time: DecodeTime = FREE
 ) -> list[tuple[TrajectoryId, InstanceId]] | None:
     return moves(plan_moves(source, targets, urgent_deadline=urgent, decode_time=decode_time))
 

@@ -159,8 +159,8 @@ def pushes_of(core: Core, *, rounds: int) -> list[cmd.PushWeights]:
     for _ in range(rounds):
         core.tick(1.0)
         for instance in core.state.instances.values():
-            if instance.pushing is not None:
-                core.pushed(instance.id, instance.pushing)
+            if instance.full.pushing is not None:
+                core.pushed(instance.id, instance.full.pushing)
     return core.of(cmd.PushWeights)[before:]
 
 
@@ -243,7 +243,7 @@ def test_an_evaluation_is_not_given_the_only_instance_that_is_confirmed_to_hold_
             pushes_of(core, rounds=1)
     core.graded(-1, 1.0)  # the evaluation of version 2 begins
     busy, empty = sorted(core.state.instances.values(), key=lambda i: i.is_empty)
-    assert [(i.pushing, len(i.residents)) for i in (busy, empty)] == [(3, 2), (3, 0)]
+    assert [(i.full.pushing, len(i.residents)) for i in (busy, empty)] == [(3, 2), (3, 0)]
     assert core.pushed(empty.id, 3) == []  # the other push may fail
     assert core.pushed(busy.id, 3) == [push(empty.id, version=2, attempt=5)]
 

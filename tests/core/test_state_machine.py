@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -82,8 +83,12 @@ class AnyOrder(RuleBasedStateMachine):
         prompts=st.one_of(st.none(), st.none(), st.integers(0, 24)),
         up=st.sampled_from([0, 3, 6, 6]),
         calls=st.sampled_from([0.0, 0.0, 0.2, 0.6]),
+        adapters=st.booleans(),
     )
-    def begin(self, job: Settings, seed: int, num_servers: int, prompts: int | None, up: int, calls: float) -> None:
+    def begin(
+        self, job: Settings, seed: int, num_servers: int, prompts: int | None, up: int, calls: float, adapters: bool
+    ) -> None:
+        job = msgspec.structs.replace(job, adapters=adapters and job.rules.in_flight is None)
         self.outside = Outside(job, seed=seed, num_servers=num_servers, prompts=prompts, calls=calls)
         for instance in list(self.outside.servers)[:up]:
             self.outside.come_up(instance, slots=1 + instance % 3, kv_tokens=300)
@@ -242,7 +247,7 @@ class AnyOrder(RuleBasedStateMachine):
     def press_all_of_a_version(self, index: int) -> None:
         version = pick(sorted({r.order.version for r in self.outside.requests.values()}), index)
         for instance, server in self.outside.servers.items():
-            if server.up and server.version == version and not server.pressed:
+            if server.holds(version) and not server.pressed:
                 self.outside.press(instance, pressed=True)
 
     @while_running(lambda o: o.pushes)
@@ -254,6 +259,16 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(index=_INDEX)
     def fail_push(self, index: int) -> None:
         self.outside.fail_push(pick(self.outside.pushes, index))
+
+    @while_running(lambda o: o.unloads)
+    @rule(index=_INDEX)
+    def finish_unload(self, index: int) -> None:
+        self.outside.finish_unload(pick(self.outside.unloads, index))
+
+    @while_running(lambda o: o.unloads)
+    @rule(index=_INDEX)
+    def fail_unload(self, index: int) -> None:
+        self.outside.fail_unload(pick(self.outside.unloads, index))
 
     # -- trainer, time, restarts, echoes
 

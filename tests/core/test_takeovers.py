@@ -27,7 +27,7 @@ def test_a_server_with_a_needed_version_continues_its_answers_at_once() -> None:
     core = restarted(started(), *range(4))
     orders = [generate(t, on=0, version=0, attempt=3) for t in (1, 0, 3, 2)]
     assert core.up(0, holds=0) == orders
-    assert core.state.instances[ZERO].weights is WeightsPhase.SERVING
+    assert core.state.instances[ZERO].full.phase is WeightsPhase.SERVING
     assert core.state.window.entries[0].serving == {ZERO: core.state.instances[ZERO]}
 
 
@@ -46,7 +46,7 @@ def test_a_server_with_the_newest_version_admits_groups_at_once() -> None:
 def test_a_server_with_other_bytes_of_the_version_is_pushed_like_an_empty_one(digest: str) -> None:
     core = restarted(started(), *range(4))
     assert core.up(0, holds=0, digest=digest) == [push(0, version=0, attempt=2)]
-    assert core.state.instances[ZERO].weights is WeightsPhase.LOADING
+    assert core.state.instances[ZERO].full.phase is WeightsPhase.LOADING
 
 
 @pytest.mark.parametrize("holds", [0, 7])
@@ -80,7 +80,7 @@ def test_an_adopted_server_that_its_version_does_not_need_is_given_to_one_in_nee
     core = restarted(two_versions(source=12), *range(16, 24))
     core.up(0, slots=8, holds=1)
     assert core.attempts[cmd.PushWeights, 0] == 2
-    assert core.state.instances[ZERO].pushing == 0
+    assert core.state.instances[ZERO].full.pushing == 0
     assert [o.instance for o in core.up(1, slots=8, holds=0) if isinstance(o, cmd.Generate)] == [1] * 8
 
 
@@ -111,7 +111,7 @@ def test_with_updates_in_flight_a_server_keeps_the_newest_version_and_is_updated
     core.pushed(1, 1)
     restarted(core, *range(4, 8))
     assert {o.version for o in core.up(0, holds=1) if isinstance(o, cmd.Generate)} <= {1}
-    assert core.state.instances[ZERO].version == 1
+    assert core.state.instances[ZERO].full.version == 1
     assert core.up(1, holds=0) == [push(1, version=1, attempt=core.attempts[cmd.PushWeights, 1])]
 
 

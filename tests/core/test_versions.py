@@ -5,7 +5,7 @@ from __future__ import annotations
 from dora.core import commands as cmd
 from dora.core.ids import GroupId, InstanceId
 from dora.core.phases import WeightsPhase
-from dora.core.tables import Group, Instance
+from dora.core.tables import Group, Server
 from dora.core.versions import Version, Window
 from tests.core.builders import admit, started
 from tests.core.world import run
@@ -17,9 +17,9 @@ def group(id: int, *, unfinished: int = 2) -> Group:
     return g
 
 
-def instance(id: int, *, load: int = 0) -> Instance:
-    i = Instance(InstanceId(id))
-    i.weights, i.version, i.slots, i.kv_tokens, i.num_requests = WeightsPhase.SERVING, 0, 8, 100, load
+def instance(id: int, *, load: int = 0) -> Server:
+    i = Server(InstanceId(id))
+    i.full.phase, i.full.version, i.slots, i.kv_tokens, i.num_requests = WeightsPhase.SERVING, 0, 8, 100, load
     return i
 
 
@@ -129,11 +129,11 @@ def test_a_failed_group_waits_no_longer() -> None:
 # -- instances with room ----------------------------------------------------------------------------------------------
 
 
-def offered(*instances: Instance) -> Version:
+def offered(*instances: Server) -> Version:
     version = Version(0)
     for i in instances:
         version.serving[i.id] = i
-        version.offer(i)
+        version.offer(i, i.full)
     return version
 
 
@@ -151,7 +151,7 @@ def test_an_instance_with_more_room_than_before_is_found_at_once() -> None:
     busy = instance(0, load=5)
     version = offered(busy, instance(1, load=3))
     busy.num_requests = 1
-    version.offer(busy)
+    version.offer(busy, busy.full)
     assert version.roomiest() is busy
 
 
@@ -160,8 +160,8 @@ def test_an_instance_that_takes_no_work_is_not_found() -> None:
     version = offered(pressed, other)
     pressed.pressed = True
     assert version.roomiest() is other
-    other.version = 1
+    other.full.version = 1
     assert version.roomiest() is None
     pressed.pressed = False
-    version.offer(pressed)
+    version.offer(pressed, pressed.full)
     assert version.roomiest() is pressed

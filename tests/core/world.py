@@ -98,7 +98,9 @@ class World:
         self.now = 0.0
         self.journal: list[tuple[ev.Event, list[cmd.Command]]] = []
         self.running: dict[TrajectoryId, tuple[int, int, InstanceId, float]] = {}
-        self.held: dict[InstanceId, int] = {}  #: version of each server
+        self.held: dict[InstanceId, int] = {}  #: version of each server of full weights
+        self.adapters: dict[InstanceId, set[int]] = {}  #: versions that each server of adapters has
+        self.decoding: dict[TrajectoryId, int] = {}  #: version of each request
         self.confirmed: set[InstanceId] = set()  #: servers with a push that has succeeded, and none since
         self.marks: dict[TrajectoryId, list[ev.Span]] = {}  #: spans of running requests that weights have ended
         self.totals: dict[TrajectoryId, int] = {}
@@ -173,7 +175,9 @@ class World:
             self.totals[t] = draw(self.random)
         assert order.num_tokens <= self.totals[t]
         assert self.running.get(t) is None, f"trajectory {t} runs twice"
-        assert self.held[order.instance] == order.version
+        holds = self.adapters[order.instance] if self.settings.adapters else {self.held[order.instance]}
+        assert order.version in holds
+        self.decoding[t] = order.version
         assert t not in self.calling, f"trajectory {t} runs during its call"
         left = self.totals[t] - order.num_tokens
         called = left > 1 and self.chance(self.calls)
@@ -235,7 +239,7 @@ class World:
     def _span(self, t: TrajectoryId, *, end: int) -> ev.Span:
         """What the server's present weights have produced of it."""
         start = self.marks[t][-1][2] if self.marks[t] else self.running[t][1]
-        return self.held[self.running[t][2]], start, end
+        return self.decoding[t] if self.settings.adapters else self.held[self.running[t][2]], start, end
 
     def _StopRequest(self, order: cmd.StopRequest) -> None:
         self.at(0.02, lambda: self._end_request(order.trajectory, order.attempt, stopped=True))
@@ -266,6 +270,9 @@ class World:
                 return None
             if fails:
                 return ev.WeightPushFailed(self.now, order.instance, order.attempt, "injected")
+            if self.settings.adapters:
+                self.adapters[order.instance].add(order.version)
+                return ev.WeightPushFinished(self.now, order.instance, order.attempt, order.version)
             for t in [t for t, r in self.running.items() if r[2] == order.instance]:
                 self.marks[t].append(self._span(t, end=self.produced(t)))
             self.held[order.instance] = order.version
@@ -273,6 +280,26 @@ class World:
             return ev.WeightPushFinished(self.now, order.instance, order.attempt, order.version)
 
         self.at(self.push_s * max(1.0, self.state.pushes / self.store), end)
+
+    def _UnloadVersion(self, order: cmd.UnloadVersion) -> None:
+        incarnation = self.incarnation[order.instance]
+        fails = self.chance(self.faults.push_fails)
+        users = [t for t, r in self.running.items() if r[2] == order.instance and self.decoding[t] == order.version]
+        assert not users, f"version {order.version} is unloaded from instance {order.instance} under {users}"
+        self.adapters[order.instance].discard(order.version)
+
+        def end() -> ev.Event | None:
+            if self.incarnation[order.instance] != incarnation or order.instance not in self.alive:
+                return None
+            if fails:
+                return ev.VersionUnloadFailed(self.now, order.instance, order.attempt, "injected")
+            return ev.VersionUnloaded(self.now, order.instance, order.attempt)
+
+        self.at(0.05, end)
+
+    def _ReleaseVersion(self, order: cmd.ReleaseVersion) -> None:
+        holders = [i for i, versions in self.adapters.items() if i in self.alive and order.version in versions]
+        assert not holders, f"version {order.version} is released while instances {holders} have it"
 
     def _TrainMicroBatch(self, order: cmd.TrainMicroBatch) -> None:
         epoch = self.trainer_epoch
@@ -345,6 +372,7 @@ class World:
                 return None  # a restarted controller was faster
             self.incarnation[i] += 1
             self.alive.add(i)
+            self.adapters[InstanceId(i)] = set()
             found = ev.InstanceUp(self.now, InstanceId(i), self.incarnation[i], self.slots, self.kv_tokens)
             if kept and i in self.confirmed:
                 return msgspec.structs.replace(found, version=self.held[InstanceId(i)], digest=digest_of({}))

@@ -35,6 +35,7 @@ from dora.controller.fleet import Fleet, FleetLimits
 from dora.controller.loop import Outcome
 from dora.controller.trainer_link import TrainerLink
 from dora.core.invariants import check as check_invariants
+from dora.engine.engines import adapter_needs
 from dora.engine.sglang.engine import SglangEngine
 from dora.errors import DoraError, RunFailed
 from dora.journal.run_folder import RunFolder
@@ -44,7 +45,7 @@ from dora.transport.messages import TrainerFailed
 from tests.crash.disk import Disk, Step, Tree
 from tests.crash.environment import Converse, Hosts, NumberRenderer
 from tests.crash.loop import run
-from tests.crash.models import TORN, End, Engines, Faults, Graders, Held, RanksModel, Server, make_model
+from tests.crash.models import TORN, Adapter, End, Engines, Faults, Graders, Held, RanksModel, Server, make_model
 
 RUN_ID = "test-20260101-000000-abcd"
 INSTANCES = 2
@@ -81,6 +82,7 @@ class Plan:
     calls: bool = False  # episodes have several turns
     can_replay: bool = False  # episodes of a lost host are repeated
     keeps_servers: bool = False  # they outlive their controller, in whatever state they are
+    servers: int = INSTANCES
     fills: str = ""  # a part of the path of each file for which the first controller's disk has no room for a while
     faults: Faults = FAULTS
 
@@ -122,21 +124,32 @@ class Life:
         another digest, or names another run.
         """
         held: dict[str, Held | None] = {**self.kept}
-        loading: dict[str, Held | None] = {}
+        later: dict[str, list[Held | None]] = {}
         for change in self.changes:
             if change.num_steps <= point:
                 held[change.url] = change.held
-                loading.pop(change.url, None)
             else:
-                loading.setdefault(change.url, change.held)
+                later.setdefault(change.url, []).append(change.held)
         kept = {url: one for url, one in held.items() if one is not None}
-        for url, (label, policy) in kept.items():
-            later = loading.get(url)
-            if policy == TORN and later is not None and rng.random() < 0.5:
-                kept[url] = later
+        for url, one in kept.items():
+            ends, label = later.get(url, [None]), one.label
+            if one.policy == TORN and ends[0] is not None and rng.random() < 0.5:
+                kept[url] = ends[0]
             elif rng.random() < FOREIGN:
-                kept[url] = (rng.choice([label[:-1] + ("1" if label[-1] == "0" else "0"), f"other-{label}"]), TORN)
+                label = rng.choice([label[:-1] + ("1" if label[-1] == "0" else "0"), f"other-{label}"])
+                kept[url] = one._replace(label=label, policy=TORN)
+            adapters = {
+                name: _end_of(name, ends) or adapter if adapter.policy == TORN and rng.random() < 0.5 else adapter
+                for name, adapter in one.adapters.items()
+            }
+            kept[url] = kept[url]._replace(adapters=adapters)
         return kept
+
+
+def _end_of(name: str, ends: Sequence[Held | None]) -> Adapter | None:
+    """Return what the load or unload of an adapter, which was under way, has led to; None if it never ended."""
+    known = (held.adapters[name] for held in ends if held is not None and name in held.adapters)
+    return next((adapter for adapter in known if adapter.policy != TORN), None)
 
 
 class World:
@@ -165,7 +178,7 @@ class World:
             "rollout.max_staleness=1",
             "rollout.max_new_tokens=10",
             "rollout.max_top_up=100",
-            f"engine.instances={INSTANCES}",
+            f"engine.instances={self.plan.servers}",
             "engine.slots=3",
             "trainer.micro_batch_tokens=40",
             "trainer.checkpoint_every=2",
@@ -243,6 +256,7 @@ class World:
             pushed=lambda label: note(f"push {label}"),
             changed=lambda url, held: life.changes.append(Change(url, held, len(life.disk.steps))),
             kept=life.kept,
+            room=job.settings.rules.max_staleness + 3,
         )
         graders: Any = Graders(faults=self.plan.faults)
         hosts: Any = Hosts(rng, self.plan.can_replay, lambda episode, turn: note(f"call {episode}/{turn}"))
@@ -304,7 +318,7 @@ class World:
         return prepare(config, self.inputs, recorded=resuming.take_up(folder, config))
 
     def _fleet(self, opened: Opened, engines: Engines) -> Fleet:
-        servers: Sequence[Any] = [Server(f"http://engine-{i}", engines) for i in range(INSTANCES)]
+        servers: Sequence[Any] = [Server(f"http://engine-{i}", engines) for i in range(self.plan.servers)]
         config = opened.job.config
         return Fleet(
             list(servers),
@@ -316,6 +330,7 @@ class World:
                 context_tokens=config.longest_request,
                 model=self.path / "model",
                 path_map={},
+                adapters=adapter_needs(config),
             ),
             inbox=opened.inbox,
             in_flight=opened.in_flight,

@@ -2,8 +2,8 @@
 
 A policy is 32 hex digits. A token is a digest of (policy, trajectory, position), so that an answer shows which policy
 sampled it; the policy after a step is a digest of the previous policy and the step's waves, so that it shows what it
-was trained on. The servers read versions from the store's folders; the trainer imitates dora/trainer (step.py,
-publish.py, checkpoint.py) with the real version store, checkpoints and fence.
+was trained on. The servers read versions from the store's folders, as their weights or as adapters; the trainer
+imitates dora/trainer (step.py, publish.py, checkpoint.py) with the real version store, checkpoints and fence.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import json
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -29,14 +31,14 @@ from dora.core.strategies import Pause
 from dora.engine.api import GenerateRequest, GenerateResult, OnTokens
 from dora.engine.errors import RequestRefused, ServerGone
 from dora.engine.sglang.answers import Loads
-from dora.errors import ConfigError, DoraError, ProtocolError
+from dora.errors import ConfigError, DoraError, ProtocolError, RemoteError
 from dora.paced.engine import trajectory_of
 from dora.tasks.pool import Graded, GradingFailed
 from dora.tasks.rewards import GradeRequest
 from dora.transport import messages as wire
 from dora.weights import checkpoints
 from dora.weights.fence import pass_fence
-from dora.weights.store import VersionStore, checksum_of, checksum_of_files
+from dora.weights.store import ADAPTER, VersionStore, checksum_of, checksum_of_files
 from tests.crash.policy import ARRAYS, BASE, EOS, POLICY, token, trained
 
 
@@ -55,25 +57,54 @@ def make_model(folder: Path, *, like: Path) -> None:
 
 @dataclass(frozen=True)
 class Faults:
-    """Failure rates of requests and grades, and durations."""
+    """Failure rates of requests, grades, and loads and unloads of adapters, and durations."""
 
     gone: float = 0.02
     refused: float = 0.03
     ungraded: float = 0.03
     grade_s: float = 0.005  #: duration of a grade, multiplied by up to 6
-    load_s: float = 0.01  #: duration of a load of weights
+    load_s: float = 0.01  #: duration of a load of weights, or of a load or unload of an adapter
+    doubtful: float = 0.0  #: of loads and unloads: half of them have no effect
 
 
 # -- servers ----------------------------------------------------------------------------------------------------------
 
 
-#: Label and policy of a server.
-Held = tuple[str, str]
-FRESH: Held = ("default", "")
 #: The policy of a server whose weights no label may vouch for, such as those of half a load: its tokens break C1.
 TORN = "f" * 32
+#: In place of the policy of an adapter that was unloaded.
+GONE = "gone"
+#: Trajectory under which a proof is computed, and number of its tokens.
+PROOF, PROOF_TOKENS = -1, 4
+
+
+class Adapter(NamedTuple):
+    """An adapter that a server has or had: SGLang keeps the folder, and loads it again for a request."""
+
+    folder: str
+    policy: str
+
+
+class Held(NamedTuple):
+    """What a server has."""
+
+    label: str = "default"
+    policy: str = ""
+    adapters: Mapping[str, Adapter] = {}  #: by name, of each that was ever loaded
+
+
+FRESH = Held()
+
+
+def proof(policy: str) -> list[float]:
+    """The log-probs under a policy by which a server shows that it has it."""
+    return [-token(policy, PROOF, place) / 64 for place in range(1, PROOF_TOKENS)]
+
+
 #: Share of the kept servers that cannot be taken over.
 LAME = 0.1
+#: The adapters that servers have room for.
+RANK, TARGETS = 4, ("q_proj", "v_proj")
 
 
 class Engines:
@@ -87,22 +118,41 @@ class Engines:
         pushed: Callable[[str], None],
         changed: Callable[[str, Held | None], None],
         kept: Mapping[str, Held],
+        room: int,
     ) -> None:
-        """`changed` is told what a server holds whenever that changes. `kept`: by url, what an earlier life left."""
+        """`changed` is told what a server holds whenever that changes. `kept`: by url, what an earlier life left.
+        `room`: for how many adapters at a time."""
+        self._room = room
         self._seed = seed
         self._faults = faults
         self._pushed = pushed
         self._changed = changed
         self.kept = dict(kept)  # until they are killed
         self.held = dict(kept)  # by url
+        self._users: Counter[tuple[str, str]] = Counter()  # requests under way, by url and adapter
+        self._draws = itertools.count()
         self.stopped: set[str] = set()  # request ids
         self.dying: dict[str, asyncio.Event] = {}
 
     async def generate(self, url: str, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
-        label, policy = self.held.setdefault(url, FRESH)
+        held = self.held.setdefault(url, FRESH)
         trajectory = trajectory_of(request.id)
         if trajectory is None:  # the probe
-            return GenerateResult("length", ((label, 0, 1),), 1, 0)
+            return GenerateResult("length", ((held.label, 0, 1),), 1, 0)
+        if request.adapter is None:
+            return await self._sample(url, request, on_tokens, trajectory=trajectory, held=held)
+        policy = self._adapter(url, request.adapter).policy
+        assert policy not in (GONE, TORN), f"a request names {request.adapter}, which is not loaded"
+        self._users[url, request.adapter] += 1
+        try:
+            held = held._replace(policy=policy)
+            return await self._sample(url, request, on_tokens, trajectory=trajectory, held=held)
+        finally:
+            self._users[url, request.adapter] -= 1
+
+    async def _sample(
+        self, url: str, request: GenerateRequest, on_tokens: OnTokens, *, trajectory: int, held: Held
+    ) -> GenerateResult:
         rng = random.Random(f"{self._seed} {request.id}")
         ends = rng.random()
         if ends < self._faults.refused:
@@ -120,13 +170,13 @@ class Engines:
                 raise ServerGone(f"{url}: the connection broke off")
             chunk: list[int] = []
             for _ in range(min(rng.randrange(1, 6), request.max_new_tokens - done)):
-                chunk.append(token(policy, trajectory, place + done))
+                chunk.append(token(held.policy, trajectory, place + done))
                 done += 1
                 if chunk[-1] == EOS:
                     reason = "stop"
                     break
             on_tokens(chunk, [-chunk_token / 64 for chunk_token in chunk])
-        spans = ((label, 0, done),) if done else ()
+        spans = ((held.label, 0, done),) if done else ()
         return GenerateResult(reason, spans, done, 0)  # type: ignore[arg-type]
 
     async def abort(self, url: str, rid: str) -> None:
@@ -136,10 +186,16 @@ class Engines:
         return Loads(num_running=0, num_waiting=0, used_tokens=0, max_total_tokens=4096, max_running=8)
 
     async def server_info(self, url: str) -> dict[str, Any]:
-        return {"version": "model"}
+        lora = {
+            "enable_lora": True,
+            "lora_strict_loading": True,
+            "max_loras_per_batch": self._room + 1,
+            "max_lora_rank": RANK,
+        }
+        return {"version": "model", **lora, "lora_target_modules": [*TARGETS]}
 
     async def weight_version(self, url: str) -> str:
-        return self.held.setdefault(url, FRESH)[0]
+        return self.held.setdefault(url, FRESH).label
 
     def hold(self, url: str, held: Held | None) -> None:
         """Change what a server holds; None: it has ended."""
@@ -151,7 +207,7 @@ class Engines:
         self._changed(url, held)
 
     async def set_label(self, url: str, label: str) -> None:
-        self.hold(url, (label, self.held.setdefault(url, FRESH)[1]))
+        self.hold(url, self.held.setdefault(url, FRESH)._replace(label=label))
 
     async def has_route(self, url: str, path: str) -> bool:
         return False
@@ -173,13 +229,86 @@ class Engines:
         return True
 
     async def update_weights_from_disk(self, url: str, folder: str, label: str, *, timeout_s: float) -> None:
-        self.hold(url, (self.held.setdefault(url, FRESH)[0], TORN))
+        self.hold(url, self.held.setdefault(url, FRESH)._replace(policy=TORN))
         await asyncio.sleep(self._faults.load_s)
         try:
-            self.hold(url, (label, (Path(folder) / POLICY).read_text()))
+            self.hold(url, Held(label, (Path(folder) / POLICY).read_text()))
         except OSError as err:
             raise RequestRefused(f"{url}: {err}", status=400, retryable=False) from err
         self._pushed(label)
+
+    # -- adapters -----------------------------------------------------------------------------------------------------
+
+    async def load_adapter(self, url: str, name: str, folder: str, *, timeout_s: float) -> None:
+        assert name not in self.held.setdefault(url, FRESH).adapters, f"the name {name} was used before"
+        assert len(await self.adapters(url)) < self._room, f"{url} has no room for {name}"
+        self._pushed(f"adapter/{int(Path(folder).parent.name[1:])}")
+        fails, has_effect = self._draw()
+        self._have(url, name, TORN, folder=folder)
+        await self._take_time(url)
+        if fails and not has_effect:
+            self._have(url, name, GONE)
+            raise RequestRefused(f"{url}: no", status=400, retryable=False)
+        self._read(url, name, folder)
+        if fails:
+            raise RemoteError(f"{url}: no answer in time")
+
+    async def unload_adapter(self, url: str, name: str, *, timeout_s: float) -> None:
+        if name not in await self.adapters(url):
+            raise RequestRefused(f"{url}: {name} is not loaded", status=400, retryable=False)
+        assert not self._users[url, name], f"{name} is unloaded under a request"
+        fails, has_effect = self._draw()
+        if has_effect:
+            self._have(url, name, TORN)
+        await self._take_time(url)
+        if has_effect:
+            self._have(url, name, GONE)
+        if fails:
+            raise RemoteError(f"{url}: no answer in time")
+
+    async def adapters(self, url: str) -> dict[str, str]:
+        known = self.held.setdefault(url, FRESH).adapters
+        return {name: adapter.folder for name, adapter in known.items() if adapter.policy != GONE}
+
+    async def prompt_logprobs(
+        self, url: str, token_ids: Sequence[int], *, timeout_s: float, adapter: str | None = None
+    ) -> list[float]:
+        assert adapter is not None
+        known = self._adapter(url, adapter)
+        if known.policy == GONE:
+            self._read(url, adapter, known.folder)
+        return proof(self._adapter(url, adapter).policy)
+
+    def _draw(self) -> tuple[bool, bool]:
+        """Whether a load or unload fails, and whether it has an effect."""
+        drawn = random.Random(f"{self._seed} {next(self._draws)}").random()
+        return drawn < self._faults.doubtful, drawn >= self._faults.doubtful / 2
+
+    async def _take_time(self, url: str) -> None:
+        """Pass the time of a load or unload."""
+        process = self.dying[url]
+        await asyncio.sleep(self._faults.load_s)
+        if process.is_set() or self.dying[url] is not process:
+            raise ServerGone(f"{url}: the connection broke off")
+
+    def _adapter(self, url: str, name: str) -> Adapter:
+        """Return the adapter that a request names; a server that was started since then knows none."""
+        adapter = self.held.setdefault(url, FRESH).adapters.get(name)
+        if adapter is None:
+            raise RequestRefused(f"{url}: {name} was never loaded", status=400, retryable=False)
+        return adapter
+
+    def _read(self, url: str, name: str, folder: str) -> None:
+        try:
+            self._have(url, name, (Path(folder) / POLICY).read_text())
+        except OSError as err:
+            self._have(url, name, GONE)
+            raise RequestRefused(f"{url}: {err}", status=400, retryable=False) from err
+
+    def _have(self, url: str, name: str, policy: str, *, folder: str = "") -> None:
+        held = self.held[url]
+        adapter = Adapter(folder or held.adapters[name].folder, policy)
+        self.hold(url, held._replace(adapters={**held.adapters, name: adapter}))
 
 
 class Server:
@@ -278,6 +407,11 @@ class RanksModel:
             self._opened.store.unstage()
         self.start()
         return len(self._end.inboxes)
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): checksum_of(path) for path in paths}
 
 
 class TrainerModel:
@@ -385,7 +519,9 @@ class TrainerModel:
             staged = self._store.stage(version)
             (staged / POLICY).write_text(policy)
             (staged / "config.json").write_text("{}")
-            made = {path.name: checksum_of(path) for path in sorted(staged.iterdir())} if replayed else {}
+            if self._order.settings.lora is not None:
+                self._write_adapter(staged / ADAPTER, policy)
+            made = _checksums(staged) if replayed else {}
             manifest = self._store.seal(version, staged, chain=chain)
         except DoraError as err:
             self._say(wire.TrainerFailed(rank=0, reason=str(err), is_final=True))
@@ -400,6 +536,12 @@ class TrainerModel:
                 differs=differs,
             )
         )
+
+    def _write_adapter(self, folder: Path, policy: str) -> None:
+        files.make_folder(folder)
+        (folder / POLICY).write_text(policy)
+        shown = {"dtype": "float32", "token_ids": [*range(PROOF_TOKENS)], "logprobs": proof(policy)}
+        (folder / "proof.json").write_text(json.dumps(shown))
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from tests.crash.checker import Broken, Checker, Expected, check_order, lost_in
 from tests.crash.disk import Disk, File, Kind, Tree, crashed
 from tests.crash.life import Life, Plan, World
 from tests.crash.loop import DELAYS
-from tests.crash.models import Faults, Held
+from tests.crash.models import RANK, TARGETS, Faults, Held
 
 #: Age from which a line survives a power failure: a pause between syncs, and the delays of those of four files.
 LINES_S = SAVE_EVERY_S + 4 * max(DELAYS)
@@ -26,6 +27,14 @@ DEPTH = 4
 
 #: Controllers die while servers load weights.
 SLOW_LOADS = Faults(load_s=0.4)
+#: Servers hold versions as adapters; controllers die during loads and unloads, whose results are often unknown.
+ADAPTERS = (
+    "engine.adapters=true",
+    f"trainer.lora.rank={RANK}",
+    f"trainer.lora.targets={json.dumps(TARGETS)}",
+    "run.steps=5",
+)
+DOUBTFUL = Faults(load_s=0.2, doubtful=0.3)
 
 PLANS = {
     plan.name: plan
@@ -51,6 +60,17 @@ PLANS = {
             ("run.steps=5", "trainer.checkpoint_every=5"),
             fills="/versions/",
             faults=Faults(grade_s=5.0),
+        ),
+        Plan("adapters", ADAPTERS, servers=1, faults=DOUBTFUL),
+        Plan("adapters-kept-servers", (*ADAPTERS, "eval.every=1"), keeps_servers=True, faults=DOUBTFUL),
+        Plan(
+            "adapters-with-calls",
+            (*ADAPTERS, "rollout.max_staleness=2"),
+            keeps_servers=True,
+            calls=True,
+            can_replay=True,
+            losses=1,
+            faults=DOUBTFUL,
         ),
         Plan("full-disk", ("eval.every=2",), fills="/"),
     )

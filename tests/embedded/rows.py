@@ -3,6 +3,7 @@ pass."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -63,9 +64,18 @@ def leave(decoder: CausalDecoder, rows: list[Row], index: int) -> Row:
 
 
 def churn(
-    decoder: CausalDecoder, rng: random.Random, *, lengths: list[int], turns: int, vocab: int = VOCAB, room: int = 2000
+    decoder: CausalDecoder,
+    rng: random.Random,
+    *,
+    lengths: list[int],
+    turns: int,
+    vocab: int = VOCAB,
+    room: int = 2000,
+    adapters: int = 0,
 ) -> list[Row]:
-    """Let rows join, decode and leave at random, and at `room` tokens; return all of them."""
+    """Let rows join, decode and leave at random, and at `room` tokens; return all of them. Row by row, they have none
+    of the adapters, or one of the places up to `adapters`."""
+    place = itertools.cycle((None, *range(adapters)))
     rows: list[Row] = []
     gone: list[Row] = []
     for _ in range(turns):
@@ -74,10 +84,11 @@ def churn(
             joiners = [
                 Joiner(
                     token_ids=prompt_of(rng, rng.choice(lengths), vocab=vocab),
-                    namespace="",
+                    namespace=str(adapter := next(place)),
                     seed=rng.randrange(2**63),
                     temperature=rng.choice([0.0, 0.7, 1.0, 1.3]),
                     top_p=rng.choice([1.0, 0.8]),
+                    adapter=adapter,
                 )
                 for _ in range(rng.randint(1, free))
             ]

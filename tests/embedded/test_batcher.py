@@ -22,7 +22,7 @@ class CountingDecoder:
     """The next token of a row is the row's length. The test releases `steps` one by one, or lets the decoder run."""
 
     context_tokens, vocab_size, eos_token_ids, model_type = 10_000, 1_000_000, frozenset[int](), "counting"
-    cached_tokens = 0
+    cached_tokens, adapters = 0, None
 
     def __init__(self) -> None:
         self.architectures: list[str] = []

@@ -24,6 +24,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "/pause_generation": {"mode": "in_place"},
     "/continue_generation": {},
     "/flush_cache": {},
+    "/load_lora_adapter": {"lora_name": "theirs", "lora_path": "{model}"},
+    "/unload_lora_adapter": {"lora_name": "ours"},
     "/generate": {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}},
 }
 
@@ -48,6 +50,7 @@ async def state(served: Served) -> dict[str, Any]:
         **kept,
         "paused": engine.gate.paused,
         "live": sorted(engine.batcher.live),
+        "adapters": engine.adapters.paths,
         "spans": engine.batcher.weight_version,
     }
 

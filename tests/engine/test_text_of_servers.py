@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from dora.engine.api import GenerateRequest
+from dora.engine.api import AdapterNeeds, GenerateRequest
 from dora.engine.sglang import answers
+from dora.engine.sglang.adapters import clear, require_adapters
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.probe import probe
 from dora.engine.sglang.stream import _Event
@@ -32,6 +33,9 @@ CALLS: dict[type, Call] = {
     answers.ServerInfo: lambda client, url: probe(client, url, timeout_s=10),
     answers.UpdateAnswer: lambda client, url: client.update(url, "/update", {}),
     answers.ChecksumsAnswer: lambda client, url: client.weights_checksum(url, timeout_s=10),
+    answers.AdapterAnswer: lambda client, url: client.load_adapter(url, "dora-1", "/v1", timeout_s=10),
+    answers.ModelsAnswer: lambda client, url: clear(client, url, timeout_s=10),
+    answers.AdapterInfo: lambda client, url: require_adapters(client, url, AdapterNeeds(2, 8, ("q_proj",))),
     answers.PromptAnswer: lambda client, url: client.prompt_logprobs(url, [1, 2], timeout_s=10),
 }
 
@@ -60,7 +64,7 @@ async def require_shown(call: Awaitable[object], capfd: pytest.CaptureFixture[st
 
 
 def test_every_kind_of_answer_is_asked_for() -> None:
-    inner = {answers.Loads, answers.RankLoad, answers.PromptMeta}
+    inner = {answers.Loads, answers.RankLoad, answers.PromptMeta, answers.ModelCard}
     found = {each for each in vars(answers).values() if isinstance(each, type) and each.__module__ == answers.__name__}
     assert found - inner == CALLS.keys()
 

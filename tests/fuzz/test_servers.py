@@ -14,9 +14,12 @@ import pytest
 from dora.core.ids import InstanceId
 from dora.engine.post import Post
 from dora.engine.sglang.answers import (
+    AdapterAnswer,
+    AdapterInfo,
     ChecksumsAnswer,
     LoadsAnswer,
     ModelInfo,
+    ModelsAnswer,
     PromptAnswer,
     ServerInfo,
     UpdateAnswer,
@@ -140,7 +143,8 @@ def control(shape: Any) -> Callable[[bytes, Path], None]:
 
 def parse_server_info(data: bytes, _scratch: Path) -> None:
     info = without_secrets(read(data, dict[str, Any], what="http://server/server_info"))
-    assert isinstance(read_server_info(info, url="http://server"), ServerInfo)
+    for shape in (ServerInfo, AdapterInfo):
+        assert isinstance(read_server_info(info, shape, url="http://server"), shape)
 
 
 def parse_refusal(data: bytes, _scratch: Path) -> None:
@@ -182,6 +186,8 @@ CONTROL: Final = {
     "loads": (LoadsAnswer, lambda: bodies("GET_v1_loads", "GET_v1_loads_busy")),
     "model info": (ModelInfo, lambda: bodies("GET_model_info")),
     "update": (UpdateAnswer, lambda: bodies("update_bad_path")),
+    "adapter": (AdapterAnswer, lambda: [b'{"success":true,"error_message":"","loaded_adapters":{"a":"/a"}}']),
+    "models": (ModelsAnswer, lambda: [b'{"object":"list","data":[{"id":"a","root":"/a","parent":"model"}]}']),
     "checksum": (ChecksumsAnswer, lambda: [b'{"per_engine_checksum":"ab12","success":true}']),
     "prompt": (PromptAnswer, lambda: [b'{"meta_info":{"input_token_logprobs":[[null,5,null],[-1.25,6,"a"]]}}']),
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 from dora.core.phases import Membership, WeightsPhase
 from dora.core.state import State
-from dora.core.tables import Group, Instance, Trajectory
+from dora.core.tables import Group, Server, Trajectory
 from dora.core.training import StepFeed
 from dora.core.versions import Version
 
@@ -87,20 +87,22 @@ def _trajectory(t: Trajectory) -> list[Any]:
     return [t.id, group, t.version, t.phase.value, where, counts, t.seen_at, t.reward, t.is_mixed]
 
 
-def _instance(i: Instance) -> list[Any]:
+def _instance(i: Server) -> list[Any]:
     leaves = i.membership in (Membership.LEAVING, Membership.DISMISSED)
     facts = [i.pressed, i.condemned, not i.is_member, leaves]
-    weights = [_phase(i), i.incarnation, i.version, i.pushing, i.attempt, i.failures, i.retry_at]
+    h = i.full
+    weights = [_phase(i), i.incarnation, h.version, h.pushing, h.attempt, h.failures, h.retry_at]
     room = [i.slots, i.kv_tokens, i.kv_load, i.num_requests, i.num_training]
     held = [list(i.residents), list(i.reserved), list(i.reported.items())]
-    return [i.id, weights, facts, room, held, i.check_at, i.progress_at, i.takes_work, i.is_empty, i.may_be_paused]
+    times = [i.check_at, i.progress_at]
+    return [i.id, weights, facts, room, held, *times, i.takes_work(h.version), i.is_empty, i.may_be_paused]
 
 
-def _phase(i: Instance) -> str:
+def _phase(i: Server) -> str:
     """Return weights phase and membership as the one phase with which the digests were recorded."""
-    if i.weights is WeightsPhase.BLANK:
+    if i.full.phase is WeightsPhase.BLANK:
         return "loading"
-    return "draining" if i.weights is WeightsPhase.SERVING and not i.is_member else i.weights.value
+    return "draining" if i.full.phase is WeightsPhase.SERVING and not i.is_member else i.full.phase.value
 
 
 def _version(v: Version) -> list[Any]:

@@ -52,12 +52,6 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "1.0",
             "test_a_version_has_the_adapter_as_peft_reads_it_beside_the_weights_that_include_it[qwen3]",
         ),
-        (
-            "shared-weights-adapted-twice",
-            "        if chosen & shared:\n",
-            "        if False:\n",
-            "test_a_target_that_cannot_be_adapted_is_refused",
-        ),
     ),
     *of(
         "dora/trainer/adapters.py",
@@ -67,6 +61,16 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "                total += column[:, None] * row\n",
             "                total += (column[:, None] * row).float()\n",
             "test_a_node_makes_the_same_bytes_of_the_model_and_the_adapter[qwen3-float32]",
+        ),
+    ),
+    *of(
+        "dora/adapted_modules.py",
+        "tests/trainer/test_adapters.py",
+        (
+            "shared-weights-adapted-twice",
+            "        if chosen & shared:\n",
+            "        if False:\n",
+            "test_a_target_that_cannot_be_adapted_is_refused",
         ),
     ),
     *of(

@@ -22,7 +22,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "update-last-instance-of-evaluation",
-            "    if instance.version == evaluation.version and len(state.entry(evaluation.version).serving) == 1:\n"
+            "    if holding.version == evaluation.version and len(state.entry(evaluation.version).serving) == 1:\n"
             "        return evaluation.version\n",
             "",
             "test_the_instance_kept_for_an_evaluation_is_not_pushed_again_and_again_under_kv_pressure",
@@ -58,8 +58,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         _BUGS,
         (
             "move-to-another-version",
-            " and target.version == trajectory.version",
-            "",
+            "target.takes_work(trajectory.version)",
+            "target.takes_work(target.full.version)",
             "test_a_trajectory_does_not_move_to_an_instance_that_an_evaluation_keeps_at_an_older_version",
         ),
         (

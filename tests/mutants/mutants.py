@@ -8,6 +8,7 @@ from typing import Final
 from tests.mutants import (
     adapters,
     core_in_flight,
+    core_sharing,
     divided_rows,
     durability,
     episodes,
@@ -19,6 +20,8 @@ from tests.mutants import (
     models,
     nodes,
     relay,
+    served_adapters,
+    shared_observers,
     takeovers,
     templates,
     trust,
@@ -713,7 +716,7 @@ _ACCESS: Final = (
         ),
         (
             "server-started-again-taken-for-the-same",
-            "        return label is not None and self.published.version_of(label) != FOREIGN_VERSION",
+            "        return label is not None and self.served.is_known(label, instance=instance)",
             "        return label is not None",
             "test_a_server_that_was_started_again_under_a_stream_is_lost_with_its_weights",
         ),
@@ -1198,7 +1201,10 @@ _EPISODES: Final = (
 MUTANTS: Final = (
     *(*_CORE, *_JOURNAL, *_ORDER, *_RESUME, *_LINEAGE, *_ACCESS, *_EPISODES, *_FOUND),
     *core_in_flight.MUTANTS,
+    *core_sharing.MUTANTS,
+    *shared_observers.MUTANTS,
     *adapters.MUTANTS,
+    *served_adapters.MUTANTS,
     *durability.MUTANTS,
     *episodes.MUTANTS,
     *first_use.MUTANTS,

@@ -58,7 +58,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "the-base-of-a-delta-stays-for-good",
-            "        return not found <= {Holding.ALL, Holding.GONE}\n",
+            "        return not found <= {Stock.ALL, Stock.GONE}\n",
             "        return True\n",
             "test_a_released_version_stays_until_the_delta_to_it_has_arrived",
         ),
@@ -195,13 +195,13 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "tests/node/test_sources.py",
         (
             "source-named-before-it-has-begun",
-            " or (earlier is not None and chain[earlier] is Holding.NOTHING):",
+            " or (earlier is not None and chain[earlier] is Stock.NOTHING):",
             ":",
             "test_a_source_is_complete_or_earlier_in_the_chain_so_that_nobody_waits_in_a_circle",
         ),
         (
             "lost-node-stays-a-source",
-            "        if held is not Holding.GONE:\n            earlier = position",
+            "        if held is not Stock.GONE:\n            earlier = position",
             "        earlier = position",
             "test_a_source_is_complete_or_earlier_in_the_chain_so_that_nobody_waits_in_a_circle",
         ),

@@ -28,8 +28,9 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "tests/core/test_takeovers.py",
         (
             "drained-server-serves-once-it-is-back",
-            "    if instance.is_member:  # else it was drained in the meantime\n        serve(state, instance)",
-            "    serve(state, instance)",
+            "    if instance.is_member:  # else it was drained in the meantime\n"
+            "        serve(state, instance, holding)",
+            "    serve(state, instance, holding)",
             "test_a_drained_server_that_comes_back_gets_no_work_until_it_is_recalled_with_the_version_that_it_holds",
         ),
     ),
@@ -44,8 +45,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "audit-lets-released-versions-be-served",
-            "    return event.version if event.version in t.stored else None",
-            "    return event.version",
+            "    return t.stored & {event.version} if",
+            "    return {event.version} if",
             "test_a_server_taken_over_with_a_version_that_nothing_needs_holds_none",
         ),
     ),

@@ -188,6 +188,25 @@ def test_an_embedded_engine_is_told_the_least_duration_of_its_steps():
     assert "--min-step-ms" not in engines()[0].argv
 
 
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("embedded", "--dialect 0.5.23 --max-loras-per-batch 6 --max-lora-rank 8 --lora-target-modules q_proj,v_proj"),
+        (
+            "sglang",
+            "--enable-lora --lora-strict-loading --max-loras-per-batch 6 --max-lora-rank 8 --lora-target-modules "
+            "q_proj v_proj",
+        ),
+    ],
+)
+def test_servers_of_adapters_get_room_for_them_and_for_requests_without_one(kind: str, flags: str):
+    lora = ("trainer.lora.rank=8", 'trainer.lora.targets=["v_proj", "q_proj"]', "rollout.max_staleness=2")
+    (plan,) = engines("engine.adapters=true", "engine.instances=1", f"engine.kind={kind}", *lora)
+    assert f" {flags} --last" in " ".join([*plan.argv, "--last"])
+    (own,) = engines("engine.adapters=true", "engine.instances=1", 'engine.command=["own"]', *lora)
+    assert own.argv == ("own",)
+
+
 def test_no_secret_is_on_a_command_line():
     for plan in [*engines(), *engines("engine.kind=sglang"), trainer()]:
         assert "sesame" not in " ".join(plan.argv)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.node.sources import MAX_OTHERS, Holding, choose
+from dora.node.sources import MAX_OTHERS, Stock, choose
 
-ALL, SOME, NOTHING, GONE = Holding.ALL, Holding.SOME, Holding.NOTHING, Holding.GONE
-CHAINS = st.lists(st.sampled_from(Holding), max_size=12)
+ALL, SOME, NOTHING, GONE = Stock.ALL, Stock.SOME, Stock.NOTHING, Stock.GONE
+CHAINS = st.lists(st.sampled_from(Stock), max_size=12)
 #: Pieces of the version in a simulated spread.
 PIECES = 4
 
@@ -29,12 +29,12 @@ PIECES = 4
         pytest.param([], [], id="nobody"),
     ],
 )
-def test_sources(chain: list[Holding], chosen: list[list[int]]) -> None:
+def test_sources(chain: list[Stock], chosen: list[list[int]]) -> None:
     assert choose(chain) == chosen
 
 
 @given(chain=CHAINS)
-def test_a_source_is_complete_or_earlier_in_the_chain_so_that_nobody_waits_in_a_circle(chain: list[Holding]) -> None:
+def test_a_source_is_complete_or_earlier_in_the_chain_so_that_nobody_waits_in_a_circle(chain: list[Stock]) -> None:
     for position, sources in enumerate(choose(chain)):
         assert position not in sources
         assert len(sources) == len(set(sources)) <= MAX_OTHERS + 1
@@ -43,7 +43,7 @@ def test_a_source_is_complete_or_earlier_in_the_chain_so_that_nobody_waits_in_a_
 
 
 @given(chain=CHAINS)
-def test_the_maker_and_whoever_receives_pass_the_version_on_to_one_that_is_alive(chain: list[Holding]) -> None:
+def test_the_maker_and_whoever_receives_pass_the_version_on_to_one_that_is_alive(chain: list[Stock]) -> None:
     """So that no link carries it twice, but that of a complete one behind the front of the chain."""
     preferred = [sources[0] for i, sources in enumerate(choose(chain)) if sources and chain[i] is not GONE]
     for source in preferred:
@@ -53,7 +53,7 @@ def test_the_maker_and_whoever_receives_pass_the_version_on_to_one_that_is_alive
 
 @given(chain=CHAINS)
 def test_one_that_lacks_the_version_waits_only_for_a_predecessor_that_has_not_begun_or_for_a_maker(
-    chain: list[Holding],
+    chain: list[Stock],
 ) -> None:
     for position, sources in enumerate(choose(chain)):
         alive = [held for held in chain[:position] if held is not GONE]

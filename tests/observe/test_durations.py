@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import InstanceId, StepId, TrajectoryId, VersionId
@@ -46,6 +48,37 @@ def test_a_move_begins_a_request_anew_and_an_old_attempt_ends_nothing() -> None:
     durations.note(ev.GenerationFinished(8.0, ANSWER, 2, 9, False, NO_SPANS), [])
     durations.note(ev.GenerationFinished(9.0, ANSWER, 2, 9, False, NO_SPANS), [])
     assert noted(durations) == {"generation": (1, 3.0)}
+
+
+def test_adapters_that_are_loaded_and_unloaded_at_once_are_timed_one_by_one() -> None:
+    durations = Durations()
+    durations.note(
+        ev.Ticked(0.0), [cmd.PushWeights(SERVER, 1, VersionId(3)), cmd.UnloadVersion(SERVER, 2, VersionId(0), 0)]
+    )
+    durations.note(
+        ev.Ticked(1.0), [cmd.PushWeights(SERVER, 3, VersionId(4)), cmd.UnloadVersion(SERVER, 4, VersionId(1), 0)]
+    )
+    durations.note(ev.WeightPushFinished(4.0, SERVER, 3, VersionId(4)), [])
+    durations.note(ev.VersionUnloaded(5.0, SERVER, 2), [])
+    durations.note(ev.WeightPushFinished(6.0, SERVER, 1, VersionId(3)), [])
+    durations.note(ev.VersionUnloadFailed(7.0, SERVER, 4, "timeout"), [])
+    assert noted(durations) == {"push": (2, 9.0), "unload": (1, 5.0)}
+
+
+@pytest.mark.parametrize(
+    "end",
+    [ev.InstanceLost(1.0, SERVER, 1, {}, "gone"), ev.InstanceRemoved(1.0, SERVER), ev.ControllerRestarted(1.0, 1, {})],
+)
+def test_what_was_under_way_on_a_server_that_is_lost_has_no_duration(end: ev.Event) -> None:
+    durations = Durations()
+    durations.note(
+        ev.Ticked(0.0), [cmd.PushWeights(SERVER, 1, VersionId(3)), cmd.UnloadVersion(SERVER, 2, VersionId(0), 0)]
+    )
+    durations.note(end, [cmd.PushWeights(SERVER, 3, VersionId(3))])
+    durations.note(ev.WeightPushFinished(4.0, SERVER, 1, VersionId(3)), [])
+    durations.note(ev.VersionUnloaded(5.0, SERVER, 2), [])
+    durations.note(ev.WeightPushFinished(6.0, SERVER, 3, VersionId(3)), [])
+    assert noted(durations) == {"push": (1, 5.0)}
 
 
 def test_a_failure_has_no_duration() -> None:

@@ -21,7 +21,7 @@ from dora.journal.spans import SpanLine, ends_by, read_spans, read_timeline
 from dora.observe.activities import WAITING
 from dora.observe.lanes import Lanes
 from dora.transport.messages import RankSpans
-from tests.core.builders import Core
+from tests.core.builders import Core, published
 from tests.core.world import Faults, World, settings
 
 FAULTS = Faults(push_fails=0.1, instance_dies=0.03, zero_variance=0.2)
@@ -116,8 +116,18 @@ def folder_at(path: Path) -> RunFolder:
     return RunFolder(path)
 
 
-def job(path: Path, *, resume_every: int = 1_000_000, clean: bool = True) -> Recorded:
-    world = Recorded(settings(eval_prompt_tokens=(3,) * 4, eval_every=4), seed=5, faults=FAULTS)
+#: Whether versions are adapters, how often the controller is replaced, and whether cleanly.
+JOBS = [(adapters, *resumes) for adapters in (False, True) for resumes in ((1_000_000, True), (37, True), (37, False))]
+of_every_kind = pytest.mark.parametrize(("adapters", "resume_every", "clean"), JOBS)
+
+
+def job(path: Path, *, adapters: bool = False, resume_every: int = 1_000_000, clean: bool = True) -> Recorded:
+    world = Recorded(
+        settings(eval_prompt_tokens=(3,) * 4, eval_every=4, adapters=adapters),
+        seed=5,
+        num_instances=2 if adapters else 4,
+        faults=FAULTS,
+    )
     world.begin(folder_at(path), resume_every=resume_every, clean=clean)
     world.run()
     world.recorder.close()
@@ -131,9 +141,9 @@ def by_lane(folder: RunFolder) -> dict[tuple[str, int], list[SpanLine]]:
     return lanes
 
 
-@pytest.mark.parametrize(("resume_every", "clean"), [(1_000_000, True), (37, True), (37, False)])
-def test_no_lane_has_a_hole_or_an_overlap(tmp_path: Path, resume_every: int, clean: bool) -> None:
-    world = job(tmp_path, resume_every=resume_every, clean=clean)
+@of_every_kind
+def test_no_lane_has_a_hole_or_an_overlap(tmp_path: Path, adapters: bool, resume_every: int, clean: bool) -> None:
+    world = job(tmp_path, adapters=adapters, resume_every=resume_every, clean=clean)
     lanes = by_lane(world.folder)
     assert {lane for kind, lane in lanes if kind == "rank"} == set(range(RANKS))
     assert {lane for kind, lane in lanes if kind == "instance"} == set(world.state.instances)
@@ -143,9 +153,11 @@ def test_no_lane_has_a_hole_or_an_overlap(tmp_path: Path, resume_every: int, cle
     assert all(lanes["rank", rank][0][2] == 0.0 for rank in range(RANKS))
 
 
-@pytest.mark.parametrize(("resume_every", "clean"), [(1_000_000, True), (37, True), (37, False)])
-def test_the_timeline_and_the_seconds_add_up_to_the_spans(tmp_path: Path, resume_every: int, clean: bool) -> None:
-    world = job(tmp_path, resume_every=resume_every, clean=clean)
+@of_every_kind
+def test_the_timeline_and_the_seconds_add_up_to_the_spans(
+    tmp_path: Path, adapters: bool, resume_every: int, clean: bool
+) -> None:
+    world = job(tmp_path, adapters=adapters, resume_every=resume_every, clean=clean)
     of_spans: dict[tuple[str, str], float] = defaultdict(float)
     of_rows: dict[tuple[str, str], float] = defaultdict(float)
     for kind, _, start, end, activity, _ in read_spans(world.folder.spans):
@@ -198,6 +210,34 @@ def test_a_job_with_losses_shows_every_kind_of_span(tmp_path: Path) -> None:
     assert all(version is not None for kind, *_, activity, version in spans if activity == "decoding")
 
 
+def test_a_row_divides_the_time_of_an_instance_among_the_versions_of_its_requests(tmp_path: Path) -> None:
+    """That of each is the integral of its share of the requests, which the journal tells as well."""
+    world = job(tmp_path, adapters=True)
+    expected: dict[int | None, float] = defaultdict(float)
+    where: dict[TrajectoryId, tuple[InstanceId, int]] = {}
+    before = 0.0
+    for event, orders in world.journal:
+        for instance in world.state.instances:
+            versions = [version for place, version in where.values() if place == instance]
+            for version in versions:
+                expected[version] += max(0.0, event.at - before) / len(versions)
+        before = max(before, event.at)
+        if isinstance(event, ev.GenerationFinished | ev.GenerationStopped | ev.GenerationFailed):
+            where.pop(event.trajectory, None)
+        elif isinstance(event, ev.InstanceLost):
+            where = {id: one for id, one in where.items() if one[0] != event.instance}
+        where |= {o.trajectory: (o.instance, o.version) for o in orders if isinstance(o, cmd.Generate)}
+    found: dict[int | None, float] = defaultdict(float)
+    rows = [row for row in read_timeline(world.folder.timeline) if row.kind == "instance"]
+    for row in rows:
+        for entries in row.lanes.values():
+            for activity, version, seconds in entries:
+                found[version] += seconds * (activity in ("decoding", "prefill"))
+    assert all(row.shared for row in rows)
+    assert any(len({v for a, v, _ in e if a == "decoding"}) > 2 for row in rows for e in row.lanes.values())
+    assert {v: s for v, s in found.items() if s} == pytest.approx({**expected}, abs=1e-2)
+
+
 def test_a_clock_that_is_ahead_and_slow_messages_do_not_shift_spans(tmp_path: Path) -> None:
     """The delays are up to 4 ms; spans end within that of what the rank knows."""
     world = job(tmp_path)
@@ -210,8 +250,8 @@ def test_a_clock_that_is_ahead_and_slow_messages_do_not_shift_spans(tmp_path: Pa
 # -- single rules -----------------------------------------------------------------------------------------------------
 
 
-def started(folder: RunFolder) -> tuple[Core, Written]:
-    core = Core(groups_per_step=2, group_size=2)
+def started(folder: RunFolder, **changes: object) -> tuple[Core, Written]:
+    core = Core(groups_per_step=2, group_size=2, **changes)  # type: ignore[arg-type]
     recorder = Written(folder, core.state, now=lambda: core.now)
     return core, recorder
 
@@ -248,6 +288,29 @@ def test_an_instance_prefills_until_the_first_token_of_a_request(tmp_path: Path)
         (7.0, 9.0, "prefill", 0),
         (9.0, 10.0, "empty:no_prompt", 0),
     ]
+
+
+def test_an_adapter_is_loaded_in_an_empty_server(tmp_path: Path) -> None:
+    core, recorder = started(folder_at(tmp_path), adapters=True)
+    up, ready = ev.InstanceUp(1.0, InstanceId(0), 1, 8, 10_000), ev.TrainerReady(0.0, 0)
+    feed(core.state, recorder, ready, ev.VersionPublished(0.0, 0, 1, {}), up)
+    feed(core.state, recorder, ev.WeightPushFinished(4.0, InstanceId(0), 1, 0), ev.Ticked(5.0))
+    recorder.close()
+    spans = [span[2:] for span in read_spans(tmp_path / "spans.jsonl") if span[0] == "instance"]
+    assert spans == [(1.0, 4.0, "push:load", 0), (4.0, 5.0, "empty:no_prompt", 0)]
+
+
+def test_a_load_beside_requests_changes_nothing_until_the_version_has_requests(tmp_path: Path) -> None:
+    core = published(slots=8)  # all of them taken by version 0
+    begin = core.now
+    recorder = Written(folder_at(tmp_path), core.state, now=lambda: core.now)
+    feed(core.state, recorder, ev.WeightPushFinished(begin + 2.0, InstanceId(0), 2, 1))
+    for t in (8, 9):
+        feed(core.state, recorder, ev.GenerationFinished(begin + 4.0, t, 1, 5, False, ((0, 0, 5),)))
+    feed(core.state, recorder, ev.Ticked(begin + 5.0))
+    recorder.close()
+    spans = [(span[3] - span[2], *span[4:]) for span in read_spans(tmp_path / "spans.jsonl") if span[0] == "instance"]
+    assert spans == [(4.0, "decoding", 0), (1.0, "decoding", 1)]
 
 
 def test_an_event_that_is_older_than_the_one_before_it_is_counted_once(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from dora.journal.spans import ALL_LANES, MAX_LANES, TimelineRow
-from dora.observe.timeline import FIRST_BUCKET_S, Timeline, bucket_of
+from dora.journal.spans import ALL_LANES, MAX_LANES, TimelineRow, encode_line
+from dora.observe.timeline import FIRST_BUCKET_S, Timeline, bucket_of, compact, decode_row
 
 
 def seconds(rows: list[TimelineRow]) -> float:
@@ -65,6 +65,17 @@ def test_marks_are_in_the_row_of_their_moment_and_moves_of_many_lanes_are_added_
             timeline.move(lane, 0.3)
         timeline.publish(7, 0.55)
         assert [(row.moved, row.published) for row in timeline.rows(0.75)] == [({}, []), (moved, []), ({}, [(7, 0.55)])]
+
+
+def test_joined_rows_keep_the_versions_that_share_a_lane() -> None:
+    for shared, kept in ((True, {0: 0.375, 1: 0.375, 2: 0.75}), (False, {0: 0.375, 2: 1.125})):
+        timeline = Timeline("instance", begin=0.0, shared=shared)
+        for version, share in ((0, 0.25), (1, 0.25), (2, 0.5)):
+            timeline.add(0, ("decoding", version), 0.0, 1.5, share=share)
+        lines = [encode_line(row) for row in timeline.rows(1.5)]
+        [row] = map(decode_row, compact(lines, most=2, size=1_000_000))
+        assert row is not None
+        assert (row.shared, {version: s for _, version, s in row.lanes[0]}) == (shared, kept)
 
 
 def test_a_timeline_that_ends_and_goes_on_counts_nothing_twice() -> None:

@@ -25,7 +25,7 @@ import msgspec
 import psutil
 import pytest
 
-from dora.embedded.dialect import DEFAULT_DIALECT, dialect_of
+from dora.embedded.dialect import DEFAULT_DIALECT, Dialect, dialect_of
 from dora.engine.api import GenerateRequest
 from dora.engine.sglang.client import EngineClient
 from tests.embedded.conftest import (  # noqa: F401 - fixtures
@@ -83,22 +83,34 @@ class Server:
         return scheduler
 
 
-def _command(kind: Kind, model: Path, logs: Path, *, incremental: bool) -> list[str]:
+def _command(
+    kind: Kind, model: Path, logs: Path, *, incremental: bool, dialect: Dialect, more: Sequence[str]
+) -> list[str]:
     shared = [
         *("--slots", str(SLOTS), "--kv-tokens", str(KV_TOKENS)),
         *("--max-queued-requests", str(QUEUE), "--weight-version", START_LABEL),
+        *more,
     ]
     if kind == "sglang":
         serve = [sys.executable, str(LAUNCH / "serve.py"), str(model), "--logs", str(logs)]
         return [*serve, *([] if incremental else ["--cumulative"]), *shared]
-    serve = [sys.executable, "-m", "dora", "serve", "--model", str(model), "--port", "0", "--dialect", DIALECT.version]
+    serve = [sys.executable, "-m", "dora", "serve", "--model", str(model), "--port", "0", "--dialect", dialect.version]
     return [*serve, *(["--incremental-streaming-output"] if incremental else []), "--skip-tokenizer-init", *shared]
 
 
 @contextmanager
-def serving(kind: Kind, model: Path, logs: Path, *, incremental: bool = True) -> Iterator[Server]:
-    """A healthy server of `kind`, which is ended at the end if it is still running."""
-    command = _command(kind, model, logs, incremental=incremental)
+def serving(
+    kind: Kind,
+    model: Path,
+    logs: Path,
+    *,
+    incremental: bool = True,
+    dialect: Dialect = DIALECT,
+    more: Sequence[str] = (),
+) -> Iterator[Server]:
+    """A healthy server of `kind`, which is ended at the end if it is still running. `dialect`: of the embedded engine;
+    `more`: flags."""
+    command = _command(kind, model, logs, incremental=incremental, dialect=dialect, more=more)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         try:

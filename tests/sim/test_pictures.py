@@ -40,10 +40,28 @@ def traced() -> tuple[Trace, World]:
 
 
 def test_a_trace_shows_one_version_at_a_time_and_decoding_only_under_it(traced: tuple[Trace, World]) -> None:
-    for row in traced[0].rows:
-        assert all(a.end <= b.begin for a, b in zip(row.held, row.held[1:], strict=False))
-        for span in row.decoding:
-            assert any(h.begin <= span.begin and span.end <= h.end and h.version == span.version for h in row.held)
+    _lanes_are_possible(traced[0])
+
+
+def _lanes_are_possible(found: Trace) -> None:
+    for lane in (lane for row in found.rows for lane in row):
+        assert all(a.end <= b.begin for a, b in zip(lane.held, lane.held[1:], strict=False))
+        for span in lane.decoding:
+            assert any(h.begin <= span.begin and span.end <= h.end and h.version == span.version for h in lane.held)
+
+
+def test_a_trace_of_adapters_shows_as_many_versions_at_a_time_as_a_server_has_places() -> None:
+    one = workload("dora", k=2, adapters={"use": "served"}, **TROUBLE)
+    found, begin, end = trace(one, seed=3)
+    _lanes_are_possible(found)
+    assert {len(row) for row in found.rows} == {5}
+    for row in found.rows:
+        held = [period for lane in row for period in lane.held]
+        together = [[p.version for p in held if p.begin <= one.begin < p.end] for one in held]
+        assert max(map(len, together)) > 2
+        assert all(len(versions) == len(set(versions)) for versions in together)
+    bars = shapes(timeline(found, title="", begin=begin, end=end), "rect")
+    assert len({bar["y"] for bar in bars}) > 1 + 2 * len(found.rows), "the trainer, and lanes of their own"
 
 
 def test_a_trace_adds_up_to_the_simulations_measurements(traced: tuple[Trace, World]) -> None:
@@ -51,7 +69,7 @@ def test_a_trace_adds_up_to_the_simulations_measurements(traced: tuple[Trace, Wo
     assert len(found.published) == world.newest + 1
     assert sum(s.end - s.begin for s in found.trainer) == pytest.approx(world.measure.marks[-1].busy_s)
     assert Counter(s.version for s in found.trainer).keys() == set(range(24))
-    for row, instance in zip(found.rows, world.instances, strict=True):
+    for [row], instance in zip(found.rows, world.instances, strict=True):
         decoding_s = sum(s.end - s.begin for s in row.decoding)
         use = instance.use
         assert decoding_s >= use.full_s + use.thin_new_s + use.thin_old_s + use.prefill_s + use.again_s - 1e-6
@@ -59,8 +77,8 @@ def test_a_trace_adds_up_to_the_simulations_measurements(traced: tuple[Trace, Wo
 
 def test_a_timeline_has_a_bar_for_every_span_in_the_colors_of_the_versions() -> None:
     found = Trace(2)
-    found.rows[0].held = [Period(0, 40, 1), Period(50, 100, 2)]
-    found.rows[0].decoding = [Period(10, 30, 1), Period(30.001, 35, 1), Period(200, 300, 2)]
+    found.rows[0][0].held = [Period(0, 40, 1), Period(50, 100, 2)]
+    found.rows[0][0].decoding = [Period(10, 30, 1), Period(30.001, 35, 1), Period(200, 300, 2)]
     found.trainer = [Period(90, 120, 3)]
     found.published = [0.0, 50.0, 51.0]
     picture = timeline(found, title="a < b", begin=0, end=100)
@@ -75,8 +93,8 @@ def test_a_timeline_has_a_bar_for_every_span_in_the_colors_of_the_versions() -> 
 
 def test_a_large_fleet_is_drawn_in_part() -> None:
     found = Trace(200)
-    for row in found.rows:
-        row.held = [Period(0, 10, 0)]
+    for [lane] in found.rows:
+        lane.held = [Period(0, 10, 0)]
     picture = timeline(found, title="", begin=0, end=10)
     assert len(shapes(picture, "rect")) == 50
     assert "1 of 4" in texts(picture)

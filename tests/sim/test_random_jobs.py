@@ -70,9 +70,14 @@ def drawn(seed: int) -> Workload:
         ),
         faults=faults,
     )
-    rollout = one.fleet.devices_per_instance * r.randint(one.rules.max_staleness + 1, one.rules.max_staleness + 6)
+    least = one.rules.max_staleness + 1
+    servers, trainers = r.randint(least, least + 5), r.randint(1, 4)
+    if one.rules.in_flight is None and r.random() < 0.4:
+        one = one.with_changes(adapters={"use": "served", "load_s": r.choice([0.05, 8.0])})
+        servers = max(1, servers - r.choice([0, least]))
+    rollout = one.fleet.devices_per_instance * servers
     return checked(
-        one.with_changes(fleet={"rollout_devices": rollout, "devices": rollout + r.randint(1, 4)}), origin=f"job {seed}"
+        one.with_changes(fleet={"rollout_devices": rollout, "devices": rollout + trainers}), origin=f"job {seed}"
     )
 
 
@@ -85,7 +90,7 @@ def test_every_simulation_ends_with_everything_accounted_for(runs: int) -> None:
         except BaseException as err:
             err.add_note(f"in the job of seed {seed}")
             raise
-    assert seen.keys() >= {*STRATEGIES, "refused"}
+    assert seen.keys() >= {*STRATEGIES, "adapters", "refused"}
 
 
 def _run_to_the_end(seed: int) -> str:
@@ -108,7 +113,7 @@ def _run_to_the_end(seed: int) -> str:
     assert sum(result.instance_shares.values()) == pytest.approx(1, abs=1e-9)
     assert min(result.instance_shares.values()) >= 0
     assert 0 <= result.trainer_idle + result.trainer_unbalanced <= 1
-    return one.job.strategy
+    return "adapters" if one.serves_adapters else one.job.strategy
 
 
 def _nothing_is_left(world: World) -> None:

@@ -169,7 +169,7 @@ def test_a_serial_grader_grades_one_answer_at_a_time() -> None:
 def test_pushes_loading_and_absence_do_not_count_as_empty() -> None:
     late = {"late_instances": 2, "join_s": 30.0}
     result, world, _ = simulate(workload("dora", k=3, faults=late, fleet={"push_fixed_s": 0.0, "weight_bytes": 8e9}))
-    pushes = sum(row.attempt for row in world.state.instances.values())
+    pushes = sum(row.full.attempt for row in world.state.instances.values())
     assert sum(i.use.push_s for i in world.instances) == pytest.approx(pushes * world.workload.push_s)
     assert [i.use.down_s for i in world.instances] == [0.0] * 6 + [30.0] * 2
     assert result.instance_shares["down"] == 0, "they join before the steady state"

@@ -142,6 +142,12 @@ row of kind `evaluation` has `is_accuracy`: every reward was 0 or 1, so that `me
 What each rank and instance did at any time is in `spans.jsonl` of the run folder, and added up by bucket of time in
 `timeline.jsonl`, for pictures; `dora/journal/spans.py` describes and reads both. Spans of a rank or instance neither
 overlap nor leave holes. `/status` has the seconds since the start as `rank_s` and `instance_s`, most first.
+
+With adapters an instance decodes answers of several versions at once. A span has the newest of these versions; the
+timeline divides the time of `decoding` and `prefill` among them, in proportion to their requests. `/status` lists what
+each instance has in `holdings`: the version, its phase (`loading`, `serving`, `unloading`, or `quarantined` after a
+load or unload that failed), and its requests; `dora instances` and the page show the same, as `13 (9), 14 (15), 15
+loading`. Its `version` and `phase` are then those of the newest.
 """
 _PROBED: Final = (
     "## Of the probe\n\n"

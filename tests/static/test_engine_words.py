@@ -25,6 +25,7 @@ FIELDS = {
     *("meta_info", "output_token_logprobs", "input_token_logprobs", "weight_version", "weight_versions"),
     *("abort_all", "abort_all_requests", "rank_offset", "per_engine_checksum", "server_info", "model_info"),
     *("max_total_num_tokens", "max_running_requests", "num_running_reqs", "max_req_input_len", "tp_size", "dp_size"),
+    *("lora_name", "lora_path", "loaded_adapters", "enable_lora", "max_loras_per_batch", "lora_target_modules"),
     *("flush_cache", "update_weights_from_disk", "update_weights_from_distributed", "init_custom_process_group"),
 }
 _PATHS_AND_FLAGS = "|".join(map(re.escape, sorted(ROUTES | FLAGS)))

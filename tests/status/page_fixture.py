@@ -30,7 +30,7 @@ from dora.observe.episodes import EpisodeStats
 from dora.observe.facts import ShellFacts
 from dora.observe.scores import Score
 from dora.observe.sentence import sentence
-from dora.observe.snapshot import InstanceRow, Snapshot, TrainerRow, VersionRow, snapshot
+from dora.observe.snapshot import HoldingRow, InstanceRow, Snapshot, TrainerRow, VersionRow, snapshot
 from dora.observe.steps import StepFacts
 from dora.observe.timeline import FIRST_BUCKET_S, Timeline
 from dora.observe.tokens import TokenAccount
@@ -59,8 +59,10 @@ class Run:
         k: int = 2,
         name: str = "heldout",
         has_episodes: bool = False,
+        adapters: bool = False,
     ) -> None:
         """`name`: of the held-out set; if it is SCRIPT, the run is called so, too, and has such a problem."""
+        self.adapters = adapters
         self.servers, self.steps, self.trained = servers, steps, trained
         self.ranks, self.groups, self.k, self.name = ranks, groups, k, name
         self.has_episodes = has_episodes
@@ -108,12 +110,14 @@ class Run:
 
     def timeline(self) -> list[TimelineRow]:
         """The rows of timeline.jsonl, at most MAX_ROWS of a kind."""
-        instances, ranks = Timeline("instance", begin=0.0), Timeline("rank", begin=0.0)
+        instances, ranks = Timeline("instance", begin=0.0, shared=self.adapters), Timeline("rank", begin=0.0)
         if self.servers > 64:
             return self._folded()
         for server in range(self.servers):
             for activity, version, start, end in self.spans(server):
-                instances.add(server, (activity, version), start, end)
+                requests = self._requests(version or 0) if self.adapters and activity == "decoding" else {version: 1}
+                for one, count in requests.items():
+                    instances.add(server, (activity, one), start, end, share=count / sum(requests.values()))
             for at in self.ended_at[server % 3 :: 5]:
                 instances.move(server, at + 0.3)
         for version, at in enumerate([2.2, *(ended + 0.15 for ended in self.ended_at)]):
@@ -326,14 +330,26 @@ class Run:
         )
         return replace(now, sentence=sentence(now))
 
+    def _requests(self, newest: int) -> dict[int | None, int]:
+        """The requests of a server with adapters: most are of older versions."""
+        return {v: 2 + 3 * (newest - v) for v in range(max(0, newest - self.k), newest + 1)}
+
+    def _holdings(self, newest: int) -> tuple[HoldingRow, ...]:
+        if not self.adapters:
+            return ()
+        serving = [HoldingRow(version=v or 0, phase="serving", requests=n) for v, n in self._requests(newest).items()]
+        unloading = HoldingRow(version=newest - self.k - 1, phase="unloading", requests=0)
+        return (unloading, *serving, HoldingRow(version=newest + 1, phase="loading", requests=0))
+
     def _instance(self, i: int, newest: int) -> InstanceRow:
         return InstanceRow(
             instance=i,
             url=f"http://127.0.0.1:{30000 + i}",
             phase="serving",
-            version=max(0, newest - i % (self.k + 1)),
+            version=newest if self.adapters else max(0, newest - i % (self.k + 1)),
             pushing=None,
-            residents=11 + i % 5,
+            holdings=self._holdings(newest),
+            residents=sum(self._requests(newest).values()) if self.adapters else 11 + i % 5,
             slots=16,
             kv_load=9000,
             kv_tokens=16384,
@@ -346,7 +362,7 @@ class Run:
             version=version,
             is_newest=version == newest,
             is_live=True,
-            serving=serving,
+            serving=self.servers if self.adapters else serving,
             loading=0,
             groups=6,
             unfinished=20,
@@ -467,6 +483,7 @@ class Run:
 
 RUNS: Mapping[str, Mapping[str, Any]] = {
     "small": {"servers": 4, "steps": 48, "trained": 30},
+    "adapters": {"servers": 1, "steps": 48, "trained": 30, "adapters": True},
     "markup": {"servers": 4, "steps": 48, "trained": 30, "name": SCRIPT, "has_episodes": True},
     "tools": {"servers": 4, "steps": 48, "trained": 30, "has_episodes": True},
     "finished": {"servers": 4, "steps": 100, "trained": 100},

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 from rich.cells import cell_len
+from rich.text import Text
 
+from dora.cli.instances import draw
 from dora.config.schema import SUMS
 from dora.observe.drift import Alarm
 from dora.observe.scores import Score
 from dora.observe.sentence import duration, sentence
-from dora.observe.snapshot import EvaluationRow, InstanceRow, Snapshot, TrainerRow, VersionRow
+from dora.observe.snapshot import EvaluationRow, HoldingRow, InstanceRow, Snapshot, TrainerRow, VersionRow
 from dora.status.frame import frame, sparkline
 from tests.status.conftest import Watched, score, step_facts
 
@@ -190,6 +192,34 @@ def test_a_version_that_is_evaluated_is_told_from_one_that_waits_for_its_turn(fo
     now = worded(four, versions=versions, evaluation=EvaluationRow(version=8, graded=3, samples=64))
     notes = {line.split()[0]: line[68:] for line in lines(now, 80) if line.startswith("v")}
     assert notes == {"version": "", "v8": "evaluating", "v14": "to evaluate"}
+
+
+def test_a_version_that_nothing_needs_is_said_to_be_unloading(four: Snapshot):
+    versions = (version(8, serving=1, unloading=3, is_live=False), version(14, unloading=1, is_newest=True))
+    notes = {line.split()[0]: line[68:] for line in lines(worded(four, versions=versions), 80) if line.startswith("v")}
+    assert notes == {"version": "", "v8": "unloading", "v14": "newest"}
+
+
+def adapters(number: int, requests: dict[int, int], *others: HoldingRow) -> InstanceRow:
+    """A server with so many requests of each version."""
+    serving = [HoldingRow(version=v, phase="serving", requests=n) for v, n in requests.items()]
+    newest, residents = max(requests, default=None), sum(requests.values())
+    return instance(number, newest, holdings=(*serving, *others), residents=residents)
+
+
+def test_a_server_of_adapters_generates_with_each_version_that_has_requests(four: Snapshot):
+    rows = (adapters(0, {13: 9, 14: 15}), adapters(1, {12: 0, 13: 2, 14: 0}), adapters(2, {14: 0}))
+    assert "Two servers generate: v14 on 1, v13 on 2; one is idle." in sentence(replace(four, instances=rows))
+    older = (adapters(0, dict.fromkeys(range(10, 15), 1)), adapters(1, {10: 1, 14: 1}), adapters(2, {14: 1}))
+    assert "Three servers generate: v14 on 3, v13 on 1, v12 on 1, older ones on 2." in sentence(
+        replace(four, instances=older)
+    )
+
+
+def test_the_table_of_servers_has_every_adapter_with_its_requests():
+    loads = HoldingRow(version=15, phase="loading", requests=0)
+    rows = (adapters(0, {13: 9, 14: 15}, loads), instance(1, 14), instance(2, None, pushing=15), instance(3, None))
+    assert [*draw(rows).columns[3].cells] == [Text("13 (9), 14 (15), 15 loading"), Text("14"), Text("→ 15"), Text("")]
 
 
 def test_a_finished_run_has_no_next_step(four: Snapshot):

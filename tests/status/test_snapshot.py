@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 
 import pytest
 
@@ -13,8 +14,9 @@ from dora.core.state import State
 from dora.errors import ProtocolError
 from dora.observe.facts import RECENT_STEPS, Down, ShellFacts
 from dora.observe.load import RATE_SPAN_S, Rate
-from dora.observe.snapshot import MAX_DOWN, MAX_REWARDS, Snapshot, decode, encode, snapshot
-from tests.core.world import settings
+from dora.observe.snapshot import MAX_DOWN, MAX_REWARDS, HoldingRow, Snapshot, decode, encode, snapshot
+from tests.core.builders import published, unloading
+from tests.core.world import Faults, settings
 from tests.status.conftest import Watched, step_facts
 
 
@@ -29,6 +31,41 @@ def test_versions_count_the_instances_that_serve_them(job: Watched):
             holders = [i for i in s.instances if i.version == row.version and i.phase in ("serving", "draining")]
             assert row.serving == len(holders)
             assert row.loading == sum(i.pushing == row.version for i in s.instances)
+
+
+def test_every_adapter_of_an_instance_has_its_phase_and_its_requests():
+    core = unloading(instances=2)
+    core.lost(1)
+    [busy, lost] = snapshot(core.state, ShellFacts(run_id="r", strategy="dora")).instances
+    assert busy.holdings == (
+        HoldingRow(version=0, phase="unloading", requests=0),
+        HoldingRow(version=1, phase="serving", requests=2),
+    )
+    assert (busy.version, busy.pushing, busy.phase, busy.running) == (1, None, "serving", (1,))
+    assert (lost.holdings, lost.version, lost.phase, lost.running) == ((), None, "lost", ())
+
+
+def test_adapters_in_doubt_and_under_way_are_listed_and_full_weights_are_not(job: Watched):
+    core = published()
+    core.load_failed(0, 1)
+    [row] = snapshot(core.state, ShellFacts(run_id="r", strategy="dora")).instances
+    assert [(h.version, h.phase) for h in row.holdings] == [(0, "serving"), (1, "quarantined")]
+    [row] = snapshot(published().state, ShellFacts(run_id="r", strategy="dora")).instances
+    assert [(h.version, h.phase) for h in row.holdings] == [(0, "serving"), (1, "loading")]
+    assert not any(row.holdings for s in job.snapshots for row in s.instances)
+
+
+def test_adapters_agree_with_the_versions_and_with_the_requests_at_every_moment():
+    world = Watched(settings(adapters=True), seed=5, num_instances=2, faults=Faults(push_fails=0.1, instance_dies=0.05))
+    world.run()
+    for s in world.snapshots:
+        held = Counter((h.version, h.phase) for i in s.instances for h in i.holdings)
+        for v in s.versions:
+            counts = tuple(held[v.version, phase] for phase in ("serving", "loading", "unloading"))
+            assert counts == (v.serving, v.loading, v.unloading)
+        assert all(sum(h.requests for h in i.holdings) == i.residents for i in s.instances)
+    assert any(v.unloading for s in world.snapshots for v in s.versions)
+    assert max(len(i.running) for s in world.snapshots for i in s.instances) >= 3
 
 
 def test_live_versions_are_at_most_k_plus_1_and_more_than_one_in_this_job(job: Watched):

@@ -97,7 +97,7 @@ def gather(policy: Policy, *, dtype: str = "float32") -> dict[str, Tensor]:
 class Unpublished:
     """In place of a publisher: nothing is published."""
 
-    def publish(self, version: VersionId, *, chain: str) -> None:
+    def publish(self, version: VersionId, *, chain: str, proof: None = None) -> None:
         """Do nothing."""
 
     def until_written(self) -> None:
@@ -117,7 +117,7 @@ class KeptVersions(Unpublished):
         self._policy = policy
         self.weights: list[dict[str, Tensor]] = []
 
-    def publish(self, version: VersionId, *, chain: str) -> None:
+    def publish(self, version: VersionId, *, chain: str, proof: None = None) -> None:
         self.weights.append({name: tensor.clone() for name, tensor in gather(self._policy).items()})
 
 

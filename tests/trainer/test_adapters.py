@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from dora.adapter_files import read_proof
 from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.trainer import model as policy_module
@@ -37,6 +38,7 @@ from dora.trainer.layouts import layout_of
 from dora.trainer.logprobs import logprobs
 from dora.trainer.meshes import make_mesh
 from dora.trainer.model import Policy, build_on_meta
+from dora.trainer.proof import prove
 from dora.transport.messages import LoraSettings
 from dora.weights.checkpoints import checkpoints_in
 from dora.weights.merging import Merge
@@ -415,15 +417,17 @@ def test_a_target_that_cannot_be_adapted_is_refused(family: str, target: str, sa
 def test_a_version_has_the_adapter_as_peft_reads_it_beside_the_weights_that_include_it(
     alone: None, models: Path, family: str, tmp_path: Path
 ) -> None:
-    """Also with rsLoRA, whose scale is folded into lora_alpha."""
+    """Also with rsLoRA, whose scale is folded into lora_alpha; with the proof, what peft computes for its prompt."""
     policy = load(models / family, targets=FAMILIES[family][1].targets, rslora=True)
     store = VersionStore(memory_root=tmp_path, durable_root=tmp_path)
     publisher = make_publisher(policy, models / family, store)
     move(policy, 0.01)
-    publisher.publish(VersionId(0), chain="")
+    proof = prove(policy, layout_of(policy.model), SETTINGS)
+    publisher.publish(VersionId(0), chain="", proof=proof)
     publisher.close()
     folder = store.folder(VersionId(0))
-    files = {f"{ADAPTER}/adapter_config.json", f"{ADAPTER}/adapter_model.safetensors"}
+    assert read_proof(folder / ADAPTER) == proof
+    files = {f"{ADAPTER}/{name}" for name in ("adapter_config.json", "adapter_model.safetensors", "proof.json")}
     assert files <= store.manifest(VersionId(0)).files.keys()
     tokens = torch.arange(20)[None]
     with torch.no_grad(), warnings.catch_warnings():
@@ -432,6 +436,9 @@ def test_a_version_has_the_adapter_as_peft_reads_it_beside_the_weights_that_incl
         before = base(tokens).logits
         adapted = PeftModel.from_pretrained(base, folder / ADAPTER).eval()
         torch.testing.assert_close(adapted(tokens).logits, whole(tokens).logits, rtol=1e-4, atol=1e-5)
+        prompt = torch.tensor([proof.token_ids])
+        expected = adapted(prompt).logits[0, :-1].log_softmax(-1).gather(1, prompt[0, 1:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(proof.logprobs), expected, rtol=1e-4, atol=1e-5)
     assert (before - whole(tokens).logits).abs().max() > 0.01
     assert {name for name in policy.trained() if "lora_A" in name} == {
         name.removeprefix("base_model.model.") for name, _ in adapted.named_parameters() if "lora_A" in name

@@ -54,7 +54,7 @@ class Watched(Unpublished):
         self.waits = 0  # in which the weights were still those of the last version
         self.changes = 0  # between versions
 
-    def publish(self, version: int, *, chain: str) -> None:
+    def publish(self, version: int, *, chain: str, proof: None = None) -> None:
         self.changes += bool(self._published) and not self._is_unchanged()
         self.versions.append(version)
         self._published = {name: shard.clone() for name, shard in self._policy.shards().items()}

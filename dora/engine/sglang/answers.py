@@ -75,6 +75,34 @@ class UpdateAnswer(msgspec.Struct):
     message: str = ""
 
 
+class AdapterAnswer(msgspec.Struct):
+    success: bool
+    error_message: str | None = None
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None  # of an adapter, the model
+
+
+class ModelsAnswer(msgspec.Struct):
+    data: list[ModelCard]
+
+
+class AdapterInfo(msgspec.Struct):
+    """The fields of /server_info about adapters, with the values of a server that has none."""
+
+    version: str = "unknown"
+    dp_size: int = 1
+    enable_lora: bool | None = None
+    max_loras_per_batch: int = 0  # different adapters in one batch, with none counted as one
+    max_lora_rank: int | None = None
+    lora_target_modules: list[str] | None = None
+    max_loaded_loras: int | None = None  # beyond it, the server unloads adapters by itself
+    lora_strict_loading: bool = False
+
+
 class ChecksumsAnswer(msgspec.Struct):
     per_engine_checksum: str | None = None
 
@@ -94,10 +122,10 @@ def read(body: bytes, shape: type[_Answer], *, what: str) -> _Answer:
         raise ProtocolError(f"{what}: unexpected answer: {err}") from err
 
 
-def read_server_info(info: dict[str, Any], *, url: str) -> ServerInfo:
+def read_server_info(info: dict[str, Any], shape: type[_Answer], *, url: str) -> _Answer:
     """Convert an answer to /server_info."""
     try:
-        return msgspec.convert(info, ServerInfo)
+        return msgspec.convert(info, shape)
     except msgspec.ValidationError as err:
         raise ProtocolError(f"{url}{protocol.SERVER_INFO}: unexpected answer: {err}") from err
 

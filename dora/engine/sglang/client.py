@@ -25,10 +25,12 @@ from dora.engine.local import NoConnectionLeft, Patience, is_local
 from dora.engine.post import Post, open_post
 from dora.engine.sglang import protocol
 from dora.engine.sglang.answers import (
+    AdapterAnswer,
     ChecksumsAnswer,
     Loads,
     LoadsAnswer,
     ModelInfo,
+    ModelsAnswer,
     PromptAnswer,
     UpdateAnswer,
     read,
@@ -188,7 +190,42 @@ class EngineClient:
         )
         return read(answer, ChecksumsAnswer, what=url + path).per_engine_checksum if status == 200 else None
 
-    async def prompt_logprobs(self, url: str, token_ids: Sequence[int], *, timeout_s: float) -> list[float]:
+    async def load_adapter(self, url: str, name: str, folder: str, *, timeout_s: float) -> None:
+        """Load an adapter from `folder`, as the server sees it, beside those that it has.
+
+        RequestRefused: it is not loaded. After any other RemoteError it may be, or may be later, and the server may be
+        dead: SGLang reads the matrices now, but dies of wrong ones when a request first has them.
+        """
+        await self._change_adapter(
+            url, protocol.LOAD_LORA_ADAPTER, {"lora_name": name, "lora_path": folder}, timeout_s=timeout_s
+        )
+
+    async def unload_adapter(self, url: str, name: str, *, timeout_s: float) -> None:
+        """Unload an adapter; the server answers once no request has it, and until then all loads and unloads wait.
+
+        RequestRefused: it was not loaded. After any other RemoteError it may be unloaded later. Its name must not be
+        used again in a request, because the server would load it again from the folder that it had.
+        """
+        await self._change_adapter(url, protocol.UNLOAD_LORA_ADAPTER, {"lora_name": name}, timeout_s=timeout_s)
+
+    async def _change_adapter(self, url: str, path: str, body: dict[str, Any], *, timeout_s: float) -> None:
+        """Make one call, without retries: servers finish what they have begun."""
+        status, answer = await self._control(
+            "POST", url, path, body, timeout_s=timeout_s, attempts=1, accept=(200, 400)
+        )
+        change = read(answer, AdapterAnswer, what=url + path)
+        if not change.success:
+            raise RequestRefused(f"{url}: {change.error_message or 'no reason given'}", status=status, retryable=False)
+
+    async def adapters(self, url: str) -> dict[str, str]:
+        """Return the loaded adapters, by name, and the folders that they came from."""
+        _, answer = await self._control("GET", url, protocol.MODELS)
+        cards = read(answer, ModelsAnswer, what=url + protocol.MODELS).data
+        return {card.id: card.root or "" for card in cards if card.parent is not None}
+
+    async def prompt_logprobs(
+        self, url: str, token_ids: Sequence[int], *, timeout_s: float, adapter: str | None = None
+    ) -> list[float]:
         """Return the log-probs of all tokens but the first under the current weights, bypassing the prefix cache."""
         self._check_ids(token_ids, what="verification of a push")
         name = f"verify-{uuid.uuid4().hex}"
@@ -199,6 +236,7 @@ class EngineClient:
             "return_logprob": True,
             "logprob_start_len": 0,
             "extra_key": name,
+            "lora_path": adapter,
         }
         path = protocol.GENERATE
         _, answer = await self._control("POST", url, path, body, timeout_s=timeout_s, attempts=1)
@@ -251,7 +289,7 @@ class EngineClient:
             sampling_params["sampling_seed"] = request.seed
         if request.ignore_end:
             sampling_params["ignore_eos"] = True
-        body = {
+        body: dict[str, Any] = {
             "rid": request.id,
             "input_ids": request.tokens,
             "sampling_params": sampling_params,
@@ -259,6 +297,8 @@ class EngineClient:
             "return_logprob": True,
             "extra_key": request.label,
         }
+        if request.adapter is not None:
+            body["lora_path"] = request.adapter
         return msgspec.json.encode(body)
 
     def _check(self, request: GenerateRequest) -> None:

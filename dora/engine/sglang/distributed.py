@@ -21,6 +21,7 @@ from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 from dora.engine.names import UNCONFIRMED
+from dora.engine.sglang.closeness import require_close
 from dora.engine.sglang.orders import Listening, Scored, ScoreOrder, Send, Sent
 from dora.engine.sglang.push import Transfer
 from dora.engine.sglang.senders import Senders
@@ -28,9 +29,6 @@ from dora.engine.sglang.target import PushTarget, ServerShape
 from dora.errors import RemoteError
 
 BUCKET_BYTES: Final = 256 * 2**20  # memory that the server needs besides its weights
-#: Maximum difference of log-probs under the same weights, by dtype. With bfloat16 the comparison detects weights of
-#: mixed versions, but not always the weights of an adjacent version.
-TOLERANCE: Final = {"float32": 1e-3, "bfloat16": 5e-2}
 #: Number of versions whose expected values are kept; there are never so many live versions.
 REMEMBERED: Final = 64
 
@@ -48,7 +46,7 @@ class Distributed:
         on GPUs use NCCL; all other servers use gloo."""
         self._senders = senders
         self._otherwise = otherwise
-        self._tolerance = TOLERANCE[dtype]
+        self._dtype = dtype
         self._use_nccl = use_nccl
         self._bucket_bytes = bucket_bytes
         self._shapes: dict[str, ServerShape] = {}
@@ -124,12 +122,7 @@ class Distributed:
     async def _compare_logprobs(self, server: PushTarget, folder: Path, *, timeout_s: float) -> None:
         expected = await self._score(folder, timeout_s=timeout_s)
         found = await server.prompt_logprobs(expected.token_ids, timeout_s=timeout_s)
-        if len(found) != len(expected.logprobs):
-            raise RemoteError(f"{len(found)} log-probs for a prompt of {len(expected.token_ids)} tokens")
-        differences = [abs(a - b) for a, b in zip(found, expected.logprobs, strict=True)]
-        if not all(difference <= self._tolerance for difference in differences):  # NaN also fails
-            worst = f"{max(differences):.1e} from those under {folder}"
-            raise RemoteError(f"the log-probs differ by up to {worst} (limit {self._tolerance:g})")
+        require_close(found, expected.logprobs, dtype=self._dtype, under=folder)
 
     async def _score(self, folder: Path, *, timeout_s: float) -> Scored:
         """Return the expected log-probs under these weights, computed once."""

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dora.core.strategies import Pause
-from dora.engine.api import Capabilities, GenerateRequest, GenerateResult, KvUse, OnStage, OnTokens, no_stage
+from dora.engine.api import (
+    AdapterNeeds,
+    Capabilities,
+    GenerateRequest,
+    GenerateResult,
+    KvUse,
+    OnStage,
+    OnTokens,
+    no_stage,
+)
+from dora.engine.paths import map_path
+from dora.engine.sglang import adapters
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.distributed import Distributed
 from dora.engine.sglang.probe import probe
@@ -24,6 +35,7 @@ class SglangEngine:
 
     client: EngineClient
     transfer: Transfer = DISK  # how pushes transfer weights
+    path_map: Mapping[str, str] = field(default_factory=dict)  # see `engine.path_map`
 
     async def generate(self, url: str, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
         return await self.client.generate(url, request, on_tokens)
@@ -74,6 +86,19 @@ class SglangEngine:
             on_stage=on_stage,
         )
 
+    async def require_adapters(self, url: str, needs: AdapterNeeds) -> None:
+        await adapters.require_adapters(self.client, url, needs)
+
+    async def clear_adapters(self, url: str, *, timeout_s: float) -> None:
+        await adapters.clear(self.client, url, timeout_s=timeout_s)
+
+    async def load_adapter(self, url: str, *, name: str, folder: Path, timeout_s: float) -> None:
+        seen = map_path(folder, self.path_map)
+        await adapters.load(self.client, url, name=name, folder=folder, seen_as=seen, timeout_s=timeout_s)
+
+    async def unload_adapter(self, url: str, *, name: str, folder: Path | None, timeout_s: float) -> None:
+        await adapters.unload(self.client, url, name=name, folder=folder, timeout_s=timeout_s)
+
     @asynccontextmanager
     async def sending(
         self, argv: Sequence[str], *, env: Mapping[str, str], log: Path, dtype: str, on_gpu: bool
@@ -81,7 +106,7 @@ class SglangEngine:
         senders = Senders(argv, env=env, log=log)
         try:
             transfer = Distributed(senders, otherwise=self.transfer, dtype=dtype, use_nccl=on_gpu)
-            yield SglangEngine(self.client, transfer)
+            yield SglangEngine(self.client, transfer, self.path_map)
         finally:
             await senders.close()
 

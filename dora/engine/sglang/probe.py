@@ -12,7 +12,7 @@ import uuid
 
 from dora.engine.api import Capabilities, GenerateRequest
 from dora.engine.errors import RequestRefused
-from dora.engine.sglang.answers import read_server_info
+from dora.engine.sglang.answers import ServerInfo, read_server_info
 from dora.engine.sglang.client import EngineClient
 from dora.errors import ConfigError, ProtocolError, RemoteError
 
@@ -21,7 +21,7 @@ async def probe(client: EngineClient, url: str, *, timeout_s: float) -> Capabili
     """Read the server's arguments and load, and generate one token with everything that a rollout needs."""
     try:
         async with asyncio.timeout(timeout_s):
-            info = read_server_info(await client.server_info(url), url=url)
+            info = read_server_info(await client.server_info(url), ServerInfo, url=url)
             loads = await client.loads(url)
             label = await client.weight_version(url)
             await _generate_one_token(client, url, server=info.version)

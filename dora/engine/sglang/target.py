@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from dora.core.strategies import Pause
 from dora.engine.sglang import protocol
-from dora.engine.sglang.answers import read_server_info
+from dora.engine.sglang.answers import ServerInfo, read_server_info
 from dora.engine.sglang.client import EngineClient
 from dora.errors import RemoteError
 
@@ -62,7 +62,7 @@ class PushTarget:
         await self.client.update_weights_from_disk(self.url, folder, label, timeout_s=timeout_s)
 
     async def shape(self) -> ServerShape:
-        info = read_server_info(await self.client.server_info(self.url), url=self.url)
+        info = read_server_info(await self.client.server_info(self.url), ServerInfo, url=self.url)
         return ServerShape(
             release=info.version,
             device=info.device,

@@ -63,19 +63,26 @@ function showScores(s) {
   }));
 }
 
+/** What a server holds: of several adapters, each with its requests. */
+function held(i) {
+  if (!i.holdings.length) return i.version === null ? null : chip(i.version);
+  const parts = i.holdings.map((h) => element("span", {}, chip(h.version), ` ${h.phase === "serving" ? count(h.requests) : h.phase} `));
+  return element("span", {}, ...parts);
+}
+
 /** Fill the details; called only while they are open. */
 export function showDetails(s, isLive) {
   byId("figures").replaceChildren(...Object.entries(figures(s)).flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
   fill("versions", ["version", "serving", "loading", "groups", "answers to come", "queued", "state"], s.versions.map((v) => [
     chip(v.version), v.serving, v.loading, v.groups, v.unfinished, v.waiting,
-    [v.is_newest && "newest", v.evaluating && "being evaluated", !v.is_live && "not live"].filter(Boolean).join(", "),
+    [v.is_newest && "newest", v.evaluating && "being evaluated", v.unloading > 0 && `unloaded by ${plural(v.unloading, "server")}`, !v.is_live && "not live"].filter(Boolean).join(", "),
   ]));
   showScores(s);
   fill("steps", ["step", "reward of trained", "reward of all", "staleness", "duration", "trainer idle", "tokens"], s.steps.slice(-SHOWN.steps).reverse().map((x) => [
     x.step + 1, right(number(x.reward_mean)), right(number(x.reward_all_mean)), right(x.staleness_mean.toFixed(2)), right(time(x.duration_s)), right(percent(x.duration_s ? x.idle_s / x.duration_s : null)), right(count(x.num_tokens)),
   ]));
   fill("instances", ["server", "address", "phase", "version", "requests", "KV cache", "starts", "request"], s.instances.slice(0, SHOWN.instances).map((i) => [
-    i.instance, i.url, i.phase + (i.pushing === null ? "" : `, v${i.pushing} is loaded`), i.version === null ? null : chip(i.version), `${i.residents} of ${i.slots}`, percent(i.kv_tokens ? i.kv_load / i.kv_tokens : null), i.incarnation, i.asked || "–",
+    i.instance, i.url, i.phase + (i.pushing === null ? "" : `, v${i.pushing} is loaded`), held(i), `${i.residents} of ${i.slots}`, percent(i.kv_tokens ? i.kv_load / i.kv_tokens : null), i.incarnation, i.asked || "–",
   ]));
   if (s.instances.length > SHOWN.instances) byId("instances").append(element("caption", {}, `the first ${SHOWN.instances} of ${count(s.instances.length)}`));
   byId("links")?.toggleAttribute("hidden", !isLive); // a report has none

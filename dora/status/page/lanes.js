@@ -7,6 +7,7 @@ class Lane {
     this.ends = [];
     this.activities = [];
     this.versions = [];
+    this.rows = []; // [{at, end, entries}] where versions share the lane: the seconds of each are its share
   }
 
   add(entries, at) {
@@ -69,7 +70,13 @@ export class Lanes {
       const number = Number(name);
       if (!this.lanes.has(number)) this.lanes.set(number, new Lane());
       this.lanes.get(number).add(entries, t.at);
+      if (t.shared) this.lanes.get(number).rows.push({ at: t.at, end: t.at + t.s, entries });
     }
+  }
+
+  /** Whether several versions are generated at once in a lane. */
+  get isShared() {
+    return [...this.lanes.values()].some((lane) => lane.rows.length);
   }
 
   get isFolded() {
@@ -91,9 +98,10 @@ export class Lanes {
     return this.moves.get(lane)?.find((move) => move.at <= moment && moment < move.end)?.count ?? 0;
   }
 
-  /** The row of a large run at a moment. */
-  rowAt(moment) {
-    return this.folded.find((row) => row.at <= moment && moment < row.end);
+  /** The row of a large run, or of a lane that versions share, at a moment. */
+  rowAt(moment, lane = null) {
+    const rows = lane === null ? this.folded : this.lanes.get(lane).rows;
+    return rows.find((row) => row.at <= moment && moment < row.end);
   }
 }
 

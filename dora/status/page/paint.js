@@ -42,7 +42,7 @@ export function pixelsOf(lanes, { from, to, width, colors }) {
   const scale = width / (to - from), pixelsFor = pixelMaker(colors);
   const isBrief = (activity) => activity === "down" || activity.startsWith("push");
   lanes.forEach((lane, row) => {
-    for (const brief of [false, true]) {
+    for (const brief of lane.rows.length ? [] : [false, true]) {
       for (let i = lane.after(from); i < lane.starts.length && lane.starts[i] < to; i++) {
         if (isBrief(lane.activities[i]) !== brief) continue;
         const start = Math.max(0, Math.floor((lane.starts[i] - from) * scale));
@@ -70,10 +70,16 @@ export function drawLanes(context, lanes, box, view, colors, ratio, stopped) {
   for (let i = 1; i < lanes.length; i++) context.fillRect(box.x, box.y + i * height - 1, box.width, height > 14 ? 2 : 1);
   lanes.forEach((lane, i) => {
     const y = box.y + i * height;
+    if (lane.rows.length) drawShared(context, lane, { ...box, y: y + 1, height: height - 2 }, view, colors, ratio);
     drawDown(context, lane, { ...box, y, height }, view, colors, stopped);
-    drawNumbers(context, lane, { ...box, y, height }, view);
+    if (!lane.rows.length) drawNumbers(context, lane, { ...box, y, height }, view);
     drawWaiting(context, lane, { ...box, y, height }, view, colors);
   });
+}
+
+/** Draw the shares of the versions in a lane below each other. */
+function drawShared(context, lane, box, view, colors, ratio) {
+  drawBandNumbers(context, drawShares(context, lane.rows, box, view, colors, ratio, { isCrowded: false, down: colors.panel }), box, ratio);
 }
 
 /** Write what a rank waits for where there is room: of several causes, that of the longest span. */
@@ -172,9 +178,16 @@ const behindColor = (behind, colors) => colors.series[Math.min(behind, colors.se
     color says how far each is behind the newest. */
 export function drawFolded(context, rows, box, view, colors, ratio) {
   const crowded = isCrowded(rows, box, view);
+  const labels = drawShares(context, rows, box, view, colors, ratio, { isCrowded: crowded, down: colors.wrong });
+  if (crowded) drawBehind(context, rows, box, colors);
+  else drawBandNumbers(context, labels, box, ratio);
+}
+
+/** Draw what is done at each time as bands, and return where the band of each version is highest. */
+function drawShares(context, rows, box, view, colors, ratio, options) {
   const width = Math.max(1, Math.round(box.width * ratio)), height = Math.max(1, Math.round(box.height * ratio));
   const image = new ImageData(width, height), cells = new Uint32Array(image.data.buffer);
-  const scale = width / (view.to - view.from), labels = new Map(), pixelsFor = pixelMaker(colors), down = pixel(colors.wrong);
+  const scale = width / (view.to - view.from), labels = new Map(), pixelsFor = pixelMaker(colors), down = pixel(options.down);
   let done = 0;
   for (const row of rows) {
     if (row.end <= view.from || row.at >= view.to) continue;
@@ -184,7 +197,7 @@ export function drawFolded(context, rows, box, view, colors, ratio) {
     let bottom = height;
     const newest = newestOf(row), parts = shares(row);
     for (const [activity, version, share] of parts) {
-      const top = bottom - share * height, isBehind = crowded && version !== null && (activity === "decoding" || activity === "prefill");
+      const top = bottom - share * height, isBehind = options.isCrowded && version !== null && (activity === "decoding" || activity === "prefill");
       const [plain, striped] = activity === "down" ? [down, down] : pixelsFor(activity, version, isBehind ? newest - version : null);
       for (let y = Math.max(0, Math.round(top)); y < Math.round(bottom); y++) {
         for (let x = left; x < right; x++) cells[y * width + x] = ((x + y) & 7) < 3 ? striped : plain;
@@ -198,8 +211,7 @@ export function drawFolded(context, rows, box, view, colors, ratio) {
   scratch.height = height;
   scratch.getContext("2d").putImageData(image, 0, 0);
   context.drawImage(scratch, box.x, box.y, box.width, box.height);
-  if (crowded) drawBehind(context, rows, box, colors);
-  else drawBandNumbers(context, labels, box, ratio);
+  return labels;
 }
 
 /** Explain the colors of a crowded part. */
@@ -235,14 +247,15 @@ function note(labels, version, left, right, middle, height) {
 }
 
 function drawBandNumbers(context, labels, box, ratio) {
-  context.font = '600 11px system-ui, "Liberation Sans", sans-serif';
   context.textBaseline = "middle";
   for (const [version, band] of labels) {
+    const height = Math.min(16, Math.floor(band.height / ratio));
+    context.font = `600 ${height < 14 ? 9 : 11}px system-ui, "Liberation Sans", sans-serif`;
     const text = `v${version}`, size = context.measureText(text).width + 6;
-    if (band.height / ratio < 14 || (band.right - band.left) / ratio < size) continue;
+    if (height < 10 || (band.right - band.left) / ratio < size) continue;
     const x = box.x + Math.min(Math.max(band.x / ratio - size / 2, band.left / ratio), box.width - size), y = box.y + band.middle / ratio;
     context.fillStyle = color(version);
-    context.fillRect(x, y - 8, size, 16);
+    context.fillRect(x, y - height / 2, size, height);
     context.fillStyle = onColor(color(version));
     context.fillText(text, x + 3, y);
   }

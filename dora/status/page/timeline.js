@@ -63,7 +63,7 @@ export class Timeline {
     let y = MARKS;
     for (const [kind, lanes] of Object.entries(this.kinds)) {
       const numbers = lanes.numbers(), many = this.kinds.instance.total;
-      const size = many <= 8 ? 24 : many <= 16 ? 19 : many <= 32 ? 15 : 12;
+      const one = many <= 8 ? 24 : many <= 16 ? 19 : many <= 32 ? 15 : 12, size = lanes.isShared ? 1.5 * one : one;
       if (!lanes.total) continue;
       const height = lanes.isFolded ? (kind === "rank" ? 70 : FOLDED) : numbers.length * size;
       parts.push({ kind, y, height, numbers: lanes.isFolded ? null : numbers });
@@ -237,20 +237,20 @@ export class Timeline {
 
   /** The lines of text to show about a place. */
   linesAt(part, at, y) {
-    const lanes = this.kinds[part.kind];
+    const lanes = this.kinds[part.kind], parted = (row) => shares(row).sort((a, b) => b[2] - a[2]).slice(0, 6).map(([activity, version, share]) => `${percent(share)} ${words(activity)}${version === null ? "" : `, v${version}`}`);
     if (!part.numbers) {
       const row = lanes.rowAt(at);
       if (!row) return [];
-      const top = shares(row).sort((a, b) => b[2] - a[2]).slice(0, 6);
       const moved = lanes.movedAt(ALL_LANES, at);
       return [`At ${time(at)}, of ${row.lanes.toLocaleString("en-US")} ${part.kind === "rank" ? "ranks" : "servers"}:`,
-        ...top.map(([activity, version, share]) => `${percent(share)} ${words(activity)}${version === null ? "" : `, v${version}`}`),
+        ...parted(row),
         ...(moved ? [`${plural(moved, "answer")} moved between servers`] : [])];
     }
     const number = part.numbers[Math.min(part.numbers.length - 1, Math.floor((y - part.y) / (part.height / part.numbers.length)))];
     const lane = lanes.lanes.get(number), i = lane.after(at);
     if (i >= lane.starts.length || lane.starts[i] > at) return [];
-    const moved = lanes.movedAt(number, at);
+    const moved = lanes.movedAt(number, at), row = lanes.rowAt(at, number);
+    if (row) return [`Server ${number} at ${time(at)}`, ...parted(row), ...(moved ? [`${plural(moved, "answer")} moved here from other servers`] : [])];
     const version = lane.versions[i], step = part.kind === "rank" ? this.stepAt(at) : null;
     return [
       `${part.kind === "rank" ? "Trainer rank" : "Server"} ${number} at ${time(at)}`,
