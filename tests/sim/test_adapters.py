@@ -287,5 +287,5 @@ def test_an_impossible_use_is_refused(adapters: dict[str, float], strategy: str,
 def test_paced_servers_serve_no_adapters(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[adapters]\nuse = "served"\n')
-    with pytest.raises(ConfigError, match="adapters.use: paced servers hold one version each"):
+    with pytest.raises(ConfigError, match=r"adapters\.use: paced servers hold one version each"):
         pace(path, seed=0, time_scale=1.0, processes=1, folder=tmp_path)
