@@ -28,13 +28,14 @@ from dora.app.simulate import from_file, from_run, is_workload
 from dora.app.trainer_check import outline_of
 from dora.config.load import load as load_config
 from dora.config.load import read_toml, set_key, without_unset
+from dora.config.rules import may_serve_adapters
 from dora.config.schema import Config
 from dora.core.decode_time import DecodeTime
 from dora.errors import ConfigError
 from dora.journal.run_folder import RunFolder
 from dora.seed.policy import model_folder
 from dora.sim.server import SimulatedServer
-from dora.sim.workload import WIDTHS, Workload, checked, with_overrides
+from dora.sim.workload import WIDTHS, AdapterUse, Workload, checked, with_overrides
 
 #: Seconds that a request adds to a decoding step of an H100, as in launch/workloads/search-agent.toml.
 PER_REQUEST_S: Final = 2.8e-5
@@ -82,10 +83,21 @@ class Question:
             "engine.tensor_parallel": self.config.engine.tensor_parallel,
             "trainer.ranks": self.config.trainer.ranks,
             "engine.instances": self.config.num_managed,
+            "engine.adapters": self.config.engine.adapters,
         }
+        if planned.adapters.use != "none":
+            split["engine.adapters"] = planned.adapters.use == "served"
         found = {name: value for name, value in split.items() if value != given[name]}
         keys = _KEYS if self.config.kv_tokens is None else {**_KEYS, "fleet.server.kv_tokens": "engine.kv_tokens"}
         return found | {name: changed[key] for key, name in keys.items() if key in changed}
+
+    @property
+    def uses(self) -> tuple[AdapterUse, ...]:
+        """What may become of an adapter; (): anything."""
+        config = self.config
+        if config is None or not config.trainer.lora.rank or may_serve_adapters(config):
+            return ()
+        return ("merged",)
 
     def text(self, planned: Workload) -> str:
         """Return the file with the plan in it."""

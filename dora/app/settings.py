@@ -17,7 +17,7 @@ from dora.observe.drift import DriftWatch, Precision
 from dora.section import Section
 from dora.sim.answers import cap_of
 from dora.sim.server import SimulatedServer
-from dora.sim.workload import FleetModel, JobModel, LengthModel, TrainerModel, Workload
+from dora.sim.workload import AdapterModel, AdapterUse, FleetModel, JobModel, LengthModel, TrainerModel, Workload
 from dora.transport.messages import Configure, LoraSettings, TrainerSettings
 
 #: Number of versions for which the store needs room in addition to the K + 1 live versions: one that is being
@@ -268,12 +268,20 @@ def workload_of(config: Config) -> Workload:
             devices_per_instance=engine.tensor_parallel,
             server=SimulatedServer(**{name: value for name, value in known.items() if value is not None}),
         ),
+        adapters=AdapterModel(use=adapter_use(config)),
         train=TrainerModel(
             devices_per_rank=trainer.ranks // config.data_groups,
             micro_batch_tokens=config.pass_tokens,
             updates=trainer.updates,
         ),
     )
+
+
+def adapter_use(config: Config) -> AdapterUse:
+    """Return what becomes of the adapter that a run trains."""
+    if not config.trainer.lora.rank:
+        return "none"
+    return "served" if config.engine.adapters else "merged"
 
 
 def rollout_section(job: JobModel) -> dict[str, Any]:

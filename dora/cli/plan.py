@@ -46,7 +46,7 @@ def plan(
         workload,
         staleness=staleness or range(workload.rules.max_staleness + 1),
         widths=widths,
-        uses=[workload.adapters.use] if recorded is not None else (),  # of the other use nothing was measured
+        uses=[workload.adapters.use] if recorded is not None else question.uses,  # a run has measured one use
         fits=question.fits,
         seed=seed,
         processes=processes or min(2, os.cpu_count() or 1),

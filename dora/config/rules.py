@@ -124,6 +124,15 @@ def _lora_problems(config: Config) -> Iterator[str]:
         yield "trainer.parallel.tensor: not with trainer.lora, whose matrices it would have to divide too; set it to 1"
 
 
+def may_serve_adapters(config: Config) -> bool:
+    """Return whether a run that trains an adapter could have `engine.adapters`."""
+    return config.rules.in_flight is None and _versions_are_here(config) and config.weights.transfer == "disk"
+
+
+def _versions_are_here(config: Config) -> bool:
+    return not config.nodes.expected or config.nodes.store == "shared"
+
+
 def _served_adapter_problems(config: Config) -> Iterator[str]:
     if not config.engine.adapters:
         return
@@ -134,7 +143,7 @@ def _served_adapter_problems(config: Config) -> Iterator[str]:
             f"engine.adapters: {config.rollout.strategy} changes the weights under running requests, which an adapter "
             "that is loaded beside theirs does not; remove it"
         )
-    if config.nodes.expected and config.nodes.store == "relay":
+    if not _versions_are_here(config):
         yield (
             "engine.adapters: not yet with nodes that keep versions of their own; set nodes.store to shared, or remove "
             "engine.adapters"

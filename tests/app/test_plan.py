@@ -103,6 +103,25 @@ def test_the_gpus_of_a_configuration_need_not_be_here(tmp_path: Path) -> None:
     }
 
 
+def test_a_plan_for_an_adapter_says_whether_servers_hold_it(tmp_path: Path) -> None:
+    config = ROOT / "launch/configs/arithmetic-cpu.toml"
+    question = ask(config, None, gpus=None, overrides=["trainer.lora.rank=8"])
+    assert (question.workload.adapters.use, question.uses) == ("merged", ())
+    served = question.given.with_changes(adapters={"use": "served"})
+    assert question.changes(served) == {"engine.adapters": True}
+    assert question.changes(question.given) == {}
+    given = ask(config, None, gpus=None, overrides=["trainer.lora.rank=8", "engine.adapters=true"])
+    assert given.workload.adapters.use == "served"
+    assert ask(config, None, gpus=None, overrides=[]).workload.adapters.use == "none"
+
+
+@pytest.mark.parametrize("override", ["weights.transfer=distributed", "rollout.strategy=partial_sync"])
+def test_servers_that_cannot_hold_adapters_are_not_planned_with_them(override: str) -> None:
+    config = ROOT / "launch/configs/arithmetic-cpu.toml"
+    question = ask(config, None, gpus=None, overrides=["trainer.lora.rank=8", override])
+    assert question.uses == ("merged",)
+
+
 def test_ranks_that_do_not_fit_are_not_planned(tmp_path: Path) -> None:
     config = tmp_path / "job.toml"
     config.write_text('[engine]\ndevice = "cuda"\n[trainer]\ndevice = "cuda"\n')
