@@ -21,7 +21,7 @@ from dora.engine.sglang.engine import SglangEngine
 from dora.errors import ConfigError, RemoteError
 from tests.embedded.adapted import DENSE, RANK, AdaptedReference, write_adapter
 from tests.embedded.conftest import model_a  # noqa: F401 - a fixture
-from tests.engine.test_adapters import SERVE
+from tests.engine.test_adapter_calls import SERVE
 from tests.engine.test_against_embedded import REQUEST, Tokens
 
 TOKENS = [1, 5, 9, 2, 6, 11, 3]

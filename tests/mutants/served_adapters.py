@@ -111,7 +111,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     ),
     *of(
         "dora/engine/sglang/client.py",
-        "tests/engine/test_adapters.py",
+        "tests/engine/test_adapter_calls.py",
         (
             "adapter-not-asked-for",
             '            body["lora_path"] = request.adapter\n',
@@ -127,7 +127,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     ),
     *of(
         "dora/engine/sglang/adapters.py",
-        "tests/engine/test_adapters.py",
+        "tests/engine/test_adapter_calls.py",
         (
             "requests-without-an-adapter-not-counted",
             "info.max_loras_per_batch <= needs.count",
