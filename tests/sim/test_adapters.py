@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from dora.cli.app import app
+from dora.cli.pace import pace
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.decode_time import DecodeTime
@@ -281,3 +282,10 @@ def test_loads_to_one_server_at_the_same_time_are_measured_apart() -> None:
 def test_an_impossible_use_is_refused(adapters: dict[str, float], strategy: str, field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         checked(served(strategy, adapters=adapters), origin="there")
+
+
+def test_paced_servers_serve_no_adapters(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[adapters]\nuse = "served"\n')
+    with pytest.raises(ConfigError, match=r"adapters\.use: paced servers hold one version each"):
+        pace(path, seed=0, time_scale=1.0, processes=1, folder=tmp_path)

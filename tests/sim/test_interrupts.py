@@ -131,7 +131,7 @@ def test_the_timeline_shows_requests_that_continue_after_an_update() -> None:
     traced, *_ = trace(workload("partial", k=1, **FAST), seed=0)
     resumed = [
         (before.end, after.begin)
-        for row in traced.rows
+        for [row] in traced.rows
         for before, after in itertools.pairwise(row.decoding)
         if before.version < after.version and after.begin - before.end < 1.2  # a push takes 1.1 s
     ]
