@@ -3,10 +3,10 @@
     PYTHONPATH=. python bench/sweeps/adapter_plans.py [SERVERS ...]   search and simulate what is missing
 
 launch/workloads/paper-64.toml with servers and ranks of two GPUs, cut down with the fleet. Adapters have K = 3; merged
-weights have every K up to 3 that has enough servers, or 3 on larger fleets. Small ones are searched with the first
-seed, as by `dora plan`; on larger ones three splits are tried, the one with the smallest limit and its neighbors. The
-plan is then simulated with all seeds. Rows are appended to bench/results/adapter_plans.jsonl as they are found; what is
-there is not simulated again. `python bench/sweeps/simulation.py --render` writes the table.
+weights have every K up to 3 that has enough servers, or 3 on larger fleets. Cells of up to 16 GPUs are searched with
+the first seed, as by `dora plan`; on larger fleets three splits are tried, the one with the smallest limit and its
+neighbors. The plan is then simulated with all seeds. Rows are appended to bench/results/adapter_plans.jsonl as they are
+found; what is there is not simulated again. `python bench/sweeps/simulation.py --render` writes the table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "bench" / "sweeps")]
 
 from result import commit, today  # noqa: E402
 
-from dora.errors import ConfigError  # noqa: E402
 from dora.sim.limit import limits  # noqa: E402
 from dora.sim.measure import Result  # noqa: E402
 from dora.sim.plan import FINAL_STEPS, UNFILLED, search, shortened, splits_of  # noqa: E402
@@ -37,10 +36,10 @@ RESULTS: Final = ROOT / "bench" / "results" / "adapter_plans.jsonl"
 #: About so many servers -> GPUs and groups of a step.
 FLEETS: Final = {1: (4, 32), 2: (8, 64), 4: (16, 128), 8: (32, 256), 18: (64, 512)}
 K: Final = 3
-#: Fleets that are searched; the others try three splits.
-SEARCHED: Final = (1, 2)
 #: Decoding with adapters, as a multiple of that with merged weights.
 THROUGHPUTS: Final = (1.0, 0.9, 0.8, 0.65)
+#: Fleets that are searched; on the others three splits are tried.
+SEARCHED: Final = (1, 2, 4)
 #: Seeds of a cell; fewer on large fleets.
 SEEDS: Final = {1: 3, 2: 3, 4: 3, 8: 2, 18: 1}
 
@@ -88,7 +87,7 @@ class AdapterRow(msgspec.Struct, frozen=True):
 def cells() -> Iterator[Cell]:
     """Yield every cell, small fleets first."""
     for servers in FLEETS:
-        yield Cell(servers, 0.0, tuple(range(K + 1)) if servers in SEARCHED else (K,))
+        yield Cell(servers, 0.0, tuple(range(K + 1)) if servers < K else (K,))
         yield from (Cell(servers, throughput, (K,)) for throughput in THROUGHPUTS)
         if servers == 1:
             yield from (Cell(servers, throughput, (0,)) for throughput in THROUGHPUTS)
@@ -105,10 +104,7 @@ def planned(cell: Cell) -> Workload:
     one = cell.workload()
     if cell.servers not in SEARCHED:
         return shortened(_near(one.with_changes(job={"max_staleness": K})), steps=FINAL_STEPS)
-    try:
-        best = search(one, staleness=cell.ks, widths=(2,), uses=(one.adapters.use,), most=1)[0]
-    except ConfigError as err:
-        raise SystemExit(f"{cell}: {err}") from err
+    best = search(one, staleness=cell.ks, widths=(2,), uses=(one.adapters.use,), most=1)[0]
     return shortened(best.workload, steps=FINAL_STEPS)
 
 
@@ -137,10 +133,10 @@ def measure(cell: Cell) -> None:
 
 def table(rows: Sequence[AdapterRow]) -> str:
     """Return the table of docs/SIMULATION.md; cells without all of their seeds are left out, and named below it."""
-    found = {cell: [row.result for row in rows if row.cell == cell] for cell in cells()}
+    found = {cell: [row.result for row in rows if row.cell == cell and row.seed < cell.seeds] for cell in cells()}
     head = (
         "GPUs | servers hold | decoding | K | split, servers | step s (range) | seeds | merged / x | bound by | "
-        "trainer idle | staleness | servers: loading | pushes a step"
+        "trainer idle | staleness | servers halted by pushes | pushes a step"
     )
     lines = [head.split(" | "), ["---"] * len(head.split(" | "))]
     for cell, results in found.items():
@@ -163,7 +159,7 @@ def _line(cell: Cell, results: Sequence[Result], merged: Sequence[Result]) -> li
         f"{cell.throughput:g}" if cell.throughput else "1",
         str(first.max_staleness),
         f"{first.rollout_devices}/{first.devices}, {first.instances}",
-        f"{median(steps):.4g} ({steps[0]:.4g}-{steps[-1]:.4g})",
+        f"{median(steps):.4g}" + (f" ({steps[0]:.4g}-{steps[-1]:.4g})" if len(steps) > 1 else ""),
         str(len(results)),
         f"{median(r.step_s for r in merged) / median(steps):.2f}" if merged else "–",
         bounds[first.limit.rule],
