@@ -29,8 +29,8 @@ def _measured(workload: Workload) -> str:
     return (
         f"measured: decoding step {1e3 * decode.base_s:.3g} ms + {1e3 * decode.per_request_s:.3g} ms per request, "
         f"prefill {1e6 * server.prefill_s_per_token:.3g} us per token, overhead {1e3 * fleet.answer_s:.3g} ms per "
-        f"request, {push} {workload.push_s:.3g} s, training {workload.train.tokens_s_per_device:.0f} tokens/s per rank; "
-        "contention for shared cores is included, so the prediction assumes the same contention"
+        f"request, {push} {workload.push_s:.3g} s, training {workload.train.tokens_s_per_device:.0f} tokens/s per "
+        "rank; contention for shared cores is included, so the prediction assumes the same contention"
     )
 
 
