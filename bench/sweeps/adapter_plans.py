@@ -33,7 +33,7 @@ from dora.sim.sweep import simulate  # noqa: E402
 from dora.sim.workload import Workload, load  # noqa: E402
 
 RESULTS: Final = ROOT / "bench" / "results" / "adapter_plans.jsonl"
-#: About so many servers -> GPUs and groups of a step.
+#: Approximate number of servers -> GPUs, and groups per step.
 FLEETS: Final = {1: (4, 32), 2: (8, 64), 4: (16, 128), 8: (32, 256), 18: (64, 512)}
 K: Final = 3
 #: Decoding with adapters, as a multiple of that with merged weights.
@@ -173,7 +173,7 @@ def _line(cell: Cell, results: Sequence[Result], merged: Sequence[Result]) -> li
 def main() -> None:
     """Search and simulate what is missing."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("servers", nargs="*", type=int, help="fleets of about so many servers; default: all")
+    parser.add_argument("servers", nargs="*", type=int, help="sizes of fleets, in servers (default: all)")
     chosen = parser.parse_args().servers or FLEETS
     gc.disable()  # no reference cycles are left behind, and collections take a fifth of the time
     for cell in cells():

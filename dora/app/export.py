@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from dora import foreign
+from dora.adapter_files import PROOF
 from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.journal.run_folder import RunFolder
 from dora.weights.merging import RECIPE
 from dora.weights.store import ADAPTER, StoreError, VersionStore, checksum_of, clear_errors
+
+#: Files beside an adapter that only DORA reads.
+_NOT_EXPORTED: Final = frozenset({RECIPE, f"{ADAPTER}/{PROOF}"})
 
 
 def stored_version(run: RunFolder, version: VersionId | None, *, option: str) -> tuple[VersionId, VersionStore]:
@@ -42,7 +47,7 @@ def export(
     chosen_files = {
         name: checksum
         for name, checksum in manifest.files.items()
-        if name.startswith(inside) is adapter and name != RECIPE
+        if name.startswith(inside) is adapter and name not in _NOT_EXPORTED
     }
     if not chosen_files:
         raise ConfigError(f"--adapter: version {chosen} of {run.root} has none, as the run trained all weights")

@@ -276,10 +276,8 @@ class Push:
     on_stage: Callable[[InstanceId, PushStage], None] = lambda instance, stage: None
 
     async def __call__(self, order: cmd.PushWeights) -> ev.Event:
-        url = self.fleet.urls.get(order.instance)
         try:
-            if url is None:
-                raise RemoteError(f"instance {order.instance} is down")
+            url = self.fleet.url(order.instance)
             await self.published.available(order.version)
             folder = await self.holders.folder(order.instance, order.version)
             label = self.published.label(order.version)
@@ -305,11 +303,9 @@ class LoadAdapter:
     now: Clock
 
     async def __call__(self, order: cmd.PushWeights) -> ev.Event:
-        url = self.fleet.urls.get(order.instance)
         name = self.served.name(order.instance, order.attempt, order.version)
         try:
-            if url is None:
-                raise RemoteError(f"instance {order.instance} is down")
+            url = self.fleet.url(order.instance)
             await self.published.available(order.version)
             folder = await self.holders.folder(order.instance, order.version) / ADAPTER
             await self.engine.load_adapter(url, name=name, folder=folder, timeout_s=self.timeout_s)
@@ -331,12 +327,10 @@ class UnloadAdapter:
     now: Clock
 
     async def __call__(self, order: cmd.UnloadVersion) -> ev.Event:
-        url = self.fleet.urls.get(order.instance)
         name = self.served.name(order.instance, order.load, order.version)
         was_confirmed = self.served.loaded.get((order.instance, order.version)) == name
         try:
-            if url is None:
-                raise RemoteError(f"instance {order.instance} is down")
+            url = self.fleet.url(order.instance)
             folder = await self.holders.folder(order.instance, order.version) / ADAPTER if was_confirmed else None
             await self.engine.unload_adapter(url, name=name, folder=folder, timeout_s=self.timeout_s)
         except (RemoteError, StoreError) as err:

@@ -188,6 +188,12 @@ class Fleet:
             self._start_keeper(instance)
         return instance
 
+    def url(self, instance: InstanceId) -> str:
+        """Return the address of an instance; RemoteError if it is down."""
+        if (url := self.urls.get(instance)) is None:
+            raise RemoteError(f"instance {instance} is down")
+        return url
+
     def find(self, url: str) -> InstanceId | None:
         """Return the instance at this address."""
         for instance, member in self._members.items():

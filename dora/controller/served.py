@@ -35,8 +35,8 @@ class ServedWeights:
 
 @dataclass(frozen=True)
 class ServedAdapters:
-    """Servers of adapters. Labels are those of the model, so they prove that nobody has replaced its weights; which
-    adapter answers is what was requested (docs/STALENESS.md)."""
+    """Servers that hold adapters. A label is that of the model's weights, and shows that they were not replaced. The
+    adapter that answered is taken to be the one that was requested (docs/STALENESS.md)."""
 
     run_id: str
     epoch: int  # of the controller

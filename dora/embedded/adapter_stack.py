@@ -45,7 +45,7 @@ class AdapterStack:
         self.room = room
         modules = adapted_modules(model, room.targets, field=TARGETS_OPTION)
         self._adapted = {name: _Adapted(module, room) for name, module in modules.items()}
-        self._rows: list[int | None] = []  # places of the rows of the next forward pass; empty: to be aimed anew
+        self._rows: list[int | None] = []  # places of the rows of the next forward pass; empty: call `aim` first
 
     def modules(self) -> dict[str, Any]:
         """Return the adapted modules, by name."""

@@ -44,7 +44,7 @@ def _on_instance_up(t: AuditTables, event: ev.InstanceUp) -> None:
 def _taken_over(t: AuditTables, event: ev.InstanceUp) -> set[int]:
     """Return the version with which a server was taken over, if it is needed and was published with these bytes.
 
-    With adapters there is none: nobody knows by which loads the server has them.
+    With adapters there is none, because it is not known which loads they came from.
     """
     assert event.version is not None
     files = t.published.get(event.version)

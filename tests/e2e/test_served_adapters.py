@@ -41,6 +41,18 @@ def mixtures(url: str) -> dict[int, float]:
     return {int(number): float(steps) for number, steps in found}
 
 
+def killed_and_resumed(arguments: list[str]) -> RunFolder:
+    """Kill the controller after three steps, and resume the run to its end."""
+    with Run(*arguments) as run:
+        folder = run.folder
+        run.until_trained(3)
+        run.process.kill()
+        run.end()
+    with Run("--resume", str(folder.root), *settings(status__port=0)) as run:
+        assert run.end() == 0, run.told()
+    return folder
+
+
 def assert_nothing_moved(folder: RunFolder) -> None:
     assert not orders_of(folder, cmd.StopRequest)
     assert_audit_clean(folder)
@@ -66,27 +78,19 @@ def test_one_server_decodes_answers_of_several_versions_in_one_batch(tmp_path: P
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_run_with_adapters_outlives_its_controller(slow_model: Path, tmp_path: Path, servers: int) -> None:
-    with Run(*slow(tmp_path, slow_model, engine__instances=servers, **ADAPTERS)) as run:
-        folder = run.folder
-        run.until_trained(3)
-        run.process.kill()
-        run.end()
-    with Run("--resume", str(folder.root), *settings(status__port=0)) as run:
-        assert run.end() == 0, run.told()
+    folder = killed_and_resumed(slow(tmp_path, slow_model, engine__instances=servers, **ADAPTERS))
     assert [order.reason for order in orders_of(folder, cmd.FinishRun)] == [f"all {STEPS} steps are trained"]
     assert_nothing_moved(folder)
+    exported = run_to_end("export", str(folder.root), "--adapter", "--to", str(tmp_path / "adapter"))
+    assert exported.returncode == 0, exported.stderr
+    names = {path.name for path in (tmp_path / "adapter").iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 def test_servers_that_outlive_the_controller_are_emptied_of_its_adapters(slow_model: Path, tmp_path: Path) -> None:
     """The names of loads are never used again, and the places of earlier ones are free."""
     with serving(slow_model, tmp_path / "log", *ROOM, "--slots", "24", "--kv-tokens", "16384") as (url, _):
-        with Run(*slow(tmp_path, slow_model, engine__urls=json.dumps([url]), **ADAPTERS)) as run:
-            folder = run.folder
-            run.until_trained(3)
-            run.process.kill()
-            run.end()
-        with Run("--resume", str(folder.root), *settings(status__port=0)) as run:
-            assert run.end() == 0, run.told()
+        folder = killed_and_resumed(slow(tmp_path, slow_model, engine__urls=json.dumps([url]), **ADAPTERS))
     assert_nothing_moved(folder)
 
 

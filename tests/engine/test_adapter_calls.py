@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +18,9 @@ from dora.engine.errors import RequestRefused, ServerGone
 from dora.engine.sglang.adapters import require_adapters
 from dora.engine.sglang.client import EngineClient
 from dora.errors import ConfigError, ProtocolError, RemoteError
-from tests.embedded.adapted import ATTENTION, DENSE, RANK, AdaptedReference, write_adapter
+from tests.embedded.adapted import ATTENTION, RANK, AdaptedReference, write_adapter
 from tests.embedded.conftest import model_a  # noqa: F401 - a fixture
+from tests.engine.adapter_server import serving_adapters
 from tests.engine.test_against_embedded import REQUEST, Tokens
 
 LOAD, UNLOAD = "/load_lora_adapter", "/unload_lora_adapter"
@@ -144,25 +143,11 @@ async def test_a_server_without_room_is_refused_with_the_flags_that_it_lacks(
 
 # --- a real engine
 
-SERVE = """
-import sys
-from pathlib import Path
-from dora.embedded.server import ServeOptions, run_server
-run_server(ServeOptions(model_path=Path(sys.argv[1]), slots=8, kv_tokens=16384, skip_tokenizer_init=True,
-                        incremental_streaming_output=True, dialect="0.5.23", max_lora_rank=int(sys.argv[2]),
-                        lora_target_modules=tuple(sys.argv[3:]), max_loras_per_batch=3))
-"""
-
 
 @pytest.fixture(scope="module")
 def embedded(model_a: Path) -> Iterator[str]:  # noqa: F811
-    command = [sys.executable, "-c", SERVE, str(model_a), str(RANK), *DENSE]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().split()[1]
-        finally:
-            process.kill()
+    with serving_adapters(model_a) as url:
+        yield url
 
 
 async def test_the_embedded_engine_is_served_by_the_same_calls(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,16 +11,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dora.adapter_files import PROOF, Proof
+from dora.adapter_files import PROOF, Proof, read_proof
 from dora.core.ids import VersionId
 from dora.engine.errors import AdapterDisproved, RequestRefused
 from dora.engine.names import adapter_name
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.engine import SglangEngine
 from dora.errors import ConfigError, RemoteError
-from tests.embedded.adapted import DENSE, RANK, AdaptedReference, write_adapter
+from tests.embedded.adapted import AdaptedReference, write_adapter
 from tests.embedded.conftest import model_a  # noqa: F401 - a fixture
-from tests.engine.test_adapter_calls import SERVE
+from tests.engine.adapter_server import serving_adapters
 from tests.engine.test_against_embedded import REQUEST, Tokens
 
 TOKENS = [1, 5, 9, 2, 6, 11, 3]
@@ -47,13 +46,8 @@ class Served:
 
 @pytest.fixture(scope="module")
 def url(model_a: Path) -> Iterator[str]:  # noqa: F811
-    command = [sys.executable, "-c", SERVE, str(model_a), str(RANK), *DENSE]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().split()[1]
-        finally:
-            process.kill()
+    with serving_adapters(model_a) as url:
+        yield url
 
 
 @pytest.fixture
@@ -72,12 +66,18 @@ def proven(folder: Path, model: Path, *, seed: int) -> Path:
     return folder
 
 
+@pytest.fixture
+def folders(model_a: Path, tmp_path: Path) -> list[Path]:  # noqa: F811
+    """Two adapters with their proofs."""
+    return [proven(tmp_path / str(seed), model_a, seed=seed) for seed in (1, 2)]
+
+
 async def test_an_adapter_is_served_once_it_has_proved_itself(
     served: Served,
     model_a: Path,  # noqa: F811
-    tmp_path: Path,
+    folders: list[Path],
 ) -> None:
-    one, two = (proven(tmp_path / str(seed), model_a, seed=seed) for seed in (1, 2))
+    one, two = folders
     await served.load("dora-1", one)
     await served.load("dora-2", two)
     for name, folder in (("dora-1", one), ("dora-2", two)):
@@ -89,12 +89,8 @@ async def test_an_adapter_is_served_once_it_has_proved_itself(
     assert await served.loaded() == {"dora-2"}
 
 
-async def test_an_adapter_with_other_values_is_refused_as_it_is_loaded(
-    served: Served,
-    model_a: Path,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    one, two = (proven(tmp_path / str(seed), model_a, seed=seed) for seed in (1, 2))
+async def test_an_adapter_with_other_values_is_refused_as_it_is_loaded(served: Served, folders: list[Path]) -> None:
+    one, two = folders
     shutil.copy(two / PROOF, one / PROOF)
     with pytest.raises(AdapterDisproved, match="dora-1 is another adapter: the log-probs differ by up to"):
         await served.load("dora-1", one)
@@ -103,11 +99,9 @@ async def test_an_adapter_with_other_values_is_refused_as_it_is_loaded(
 
 
 async def test_an_adapter_that_was_replaced_under_its_name_is_found_before_it_goes(
-    served: Served,
-    model_a: Path,  # noqa: F811
-    tmp_path: Path,
+    served: Served, folders: list[Path]
 ) -> None:
-    one, two = (proven(tmp_path / str(seed), model_a, seed=seed) for seed in (1, 2))
+    one, two = folders
     await served.load("dora-1", one)
     await served.client.unload_adapter(served.url, "dora-1", timeout_s=30)
     await served.client.load_adapter(served.url, "dora-1", str(two), timeout_s=30)
@@ -120,15 +114,26 @@ async def test_an_adapter_that_was_replaced_under_its_name_is_found_before_it_go
 @pytest.mark.parametrize("damaged", [None, b"", b"[]", b'{"dtype": "float32", "token_ids": [1], "logprobs": []}'])
 async def test_an_adapter_without_a_proof_is_not_served(
     served: Served,
-    model_a: Path,  # noqa: F811
-    tmp_path: Path,
+    folders: list[Path],
     damaged: bytes | None,
 ) -> None:
-    folder = write_adapter(tmp_path / "one", model_a, seed=1)
+    folder, _ = folders
+    (folder / PROOF).unlink()
     if damaged is not None:
         (folder / PROOF).write_bytes(damaged)
     with pytest.raises(RemoteError, match=r"proof\.json: cannot tell which adapter a server has"):
         await served.load("dora-1", folder)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_only_a_regular_file_is_read_as_a_proof(tmp_path: Path, kind: str) -> None:
+    if kind == "pipe":
+        os.mkfifo(tmp_path / PROOF)
+    else:
+        (tmp_path / PROOF).symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=r"proof\.json: cannot tell which adapter a server has"):
+        read_proof(tmp_path)
 
 
 async def test_what_was_never_loaded_counts_as_unloaded(served: Served) -> None:
@@ -136,11 +141,9 @@ async def test_what_was_never_loaded_counts_as_unloaded(served: Served) -> None:
 
 
 async def test_the_adapters_of_an_earlier_controller_are_unloaded_and_those_of_others_stay(
-    served: Served,
-    model_a: Path,  # noqa: F811
-    tmp_path: Path,
+    served: Served, folders: list[Path]
 ) -> None:
-    folder = write_adapter(tmp_path / "one", model_a, seed=1)
+    folder, _ = folders
     earlier = adapter_name("run", epoch=3, instance=0, attempt=7, version=VersionId(2))
     await served.client.load_adapter(served.url, earlier, str(folder), timeout_s=30)
     await served.engine.clear_adapters(served.url, timeout_s=30)
@@ -151,12 +154,8 @@ async def test_the_adapters_of_an_earlier_controller_are_unloaded_and_those_of_o
     assert await served.loaded() == {"theirs"}
 
 
-async def test_a_load_that_the_server_refuses_leaves_nothing_behind(
-    served: Served,
-    model_a: Path,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    folder = proven(tmp_path / "one", model_a, seed=1)
+async def test_a_load_that_the_server_refuses_leaves_nothing_behind(served: Served, folders: list[Path]) -> None:
+    folder, _ = folders
     await served.load("dora-1", folder)
     with pytest.raises(RequestRefused, match="already loaded"):
         await served.load("dora-1", folder)
