@@ -1,9 +1,9 @@
-"""What the default job learns with an adapter of rank 8, and what with all weights, each at its best learning rate; and
-with adapters of K + 1 versions side by side on 1, 2 and 4 servers, K = 2.
+"""What the default job learns with an adapter of rank 8, and what with all weights, each at its best learning rate.
 
 Run: python bench/adapters.py [--full]. `dora run` without a file, and its audit. The rate of each is the best of three,
 by one run each with a seed that is not used after; then one seed, three in the full profile. Learned is the mean
-held-out reward of the last LAST evaluations. Servers that hold adapters have the rate of the adapter.
+held-out reward of the last LAST evaluations. Then adapters side by side on 1, 2 and 4 servers with K = 2, at the rate
+of the adapter.
 Ceiling: all weights trained.
 """
 
