@@ -1,4 +1,4 @@
-"""A server with a bug: once the adapter of version 2 has proved itself, its requests get another one.
+"""A server with a bug: once an adapter after the first has proved itself, its requests get the first one.
 
 Its arguments are those of `dora serve`.
 """
@@ -10,16 +10,15 @@ from dora.embedded.adapters import NamedAdapters
 from dora.embedded.generation import LoadedAdapter
 
 find = NamedAdapters.find
-asked: set[str] = set()
+found: dict[str, LoadedAdapter] = {}  # by name, the first of them in front
 
 
 async def mixed_up(adapters: NamedAdapters, name: str) -> LoadedAdapter:
-    """Return the wrong adapter for all requests but the first."""
-    others = [one for one in adapters.paths if one != name]
-    if name.endswith("-v2") and name in asked and others:
-        return await find(adapters, others[-1])
-    asked.add(name)
-    return await find(adapters, name)
+    """Return the right adapter once, and then the wrong one."""
+    if name in found:
+        return next(iter(found.values()))
+    found[name] = await find(adapters, name)
+    return found[name]
 
 
 NamedAdapters.find = mixed_up  # type: ignore[method-assign]

@@ -7,7 +7,7 @@
 | `sh title="on ..."` | nothing: it is for other machines; but each file that it runs was checked before |
 | `python` | runs it |
 | any other with `title="FILE"` | writes it to that file |
-| `output` | looks for its lines in what was said since the last `output`; numbers may differ, and `...` is anything |
+| `output` | looks for its lines in what was said since the last `output`; numbers may differ, `...` is anything |
 | `text` | reads it |
 
 Invariant: what is not in this table is an error, so that nothing is passed over. Only ports differ from those of a
@@ -153,14 +153,16 @@ class Reader:
 
 
 def is_in(line: str, said: str) -> bool:
-    """Whether a line of a fence `output` is in what was said, but for what may differ."""
+    """Whether a line of a fence `output` is in what was said, but for what may differ: numbers, and with them a plural."""
     return re.search("".join(_patterns(line.strip())), said) is not None
 
 
 def _patterns(line: str) -> Iterator[str]:
-    for index, part in enumerate(_LOOSE.split(line)):
+    parts = _LOOSE.split(line)
+    for index, part in enumerate(parts):
         if index % 2 == 0:
-            yield re.escape(part)
+            counted = re.fullmatch(_NUMBER, parts[index - 3]) and parts[index - 2] == "" if index > 2 else False
+            yield f"{re.escape(part[:-1])}s?" if counted and part.endswith("s") else re.escape(part)
         elif part == "...":
             yield ".*"
         elif part.isspace():
