@@ -26,6 +26,8 @@ WEIGHTS: Final = "adapter_model.safetensors"
 #: Beside the adapter of a version: see `Proof`.
 PROOF: Final = "proof.json"
 FIELD: Final = "model.adapter"
+#: What peft puts before the names of matrices.
+PREFIX: Final = "base_model.model."
 
 #: Settings of peft that an adapter cannot have here, and why.
 UNSUPPORTED: Final = {
@@ -121,7 +123,7 @@ def require_adapter(folder: Path, *, rank: int, alpha: float, rslora: bool, targ
 
 def stored_name(weight: str, part: Literal["A", "B"]) -> str:
     """Return peft's name of a matrix of an adapted weight."""
-    return f"base_model.model.{weight.removesuffix('.weight')}.lora_{part}.weight"
+    return f"{PREFIX}{weight.removesuffix('.weight')}.lora_{part}.weight"
 
 
 def adapter_digest(folder: Path) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from dora.app.export import trained_model
 from dora.config.recorded import RecordedConfig
 from dora.config.schema import Config
 from dora.core.commands import AdmitGroup
@@ -22,7 +23,8 @@ from dora.journal.deep import DeepReport, altered_rows, deep_check, read_kept
 from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import read_tokens
-from dora.weights.store import StoreError, VersionStore, checksum_of
+from dora.weights.merging import has_weights, made_of
+from dora.weights.store import ADAPTER, StoreError, VersionStore, checksum_of
 
 
 def recompute(run: RunFolder, config: Config | RecordedConfig) -> DeepReport:
@@ -39,11 +41,16 @@ def recompute(run: RunFolder, config: Config | RecordedConfig) -> DeepReport:
     torch.set_num_threads(config.trainer.threads)  # as in a rank: on a busy host, more threads wait for each other
 
     def score_responses(
-        model: Path, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]
+        version: Path, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]
     ) -> Sequence[npt.NDArray[np.float32]]:
+        model, adapter = version, None
+        if version in adapters:
+            model, adapter = trained_model(run), version / ADAPTER
+            made_of(model, version)
         return score(
             model,
             sequences,
+            adapter=adapter,
             prompt_lengths=prompt_lengths,
             temperature=config.rollout.temperature,
             device=config.trainer.device,
@@ -61,6 +68,7 @@ def recompute(run: RunFolder, config: Config | RecordedConfig) -> DeepReport:
             published.setdefault(event.version, event.files)
         tags.update((order.group, order.version) for order in commands if isinstance(order, AdmitGroup))
     altered = dict(_altered_versions(store, published))
+    adapters = {store.folder(one) for one in store.durable() if not has_weights(store.manifest(one))}
     stored = read_tokens(run.tokens, wanted={kept.trajectory for kept in read_kept(run.trajectories)})
     settings = journal.header.settings
     rows = altered_rows(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from dora.app.export import stored_version
+from dora.app.export import stored_version, with_weights
 from dora.config.schema import Config, EvalSetConfig, RunConfig
 from dora.core.ids import VersionId
 from dora.errors import ConfigError
@@ -18,7 +18,8 @@ MAX_KEPT: Final = 1_000
 
 
 def version_named(name: str) -> tuple[RunFolder, Path] | None:
-    """Return the run, and the folder of the version, that RUN or RUN@VERSION names; None if it does not name a run."""
+    """Return the run, and a folder with the weights of the version, that RUN or RUN@VERSION names; None if it does not
+    name a run."""
     run, _, version = name.rpartition("@")
     if RunFolder(Path(name)).journal.is_file():
         run, version = name, ""
@@ -30,7 +31,7 @@ def version_named(name: str) -> tuple[RunFolder, Path] | None:
     chosen, store = stored_version(folder, VersionId(int(version)) if version else None, option=f"--model {name}")
     if damaged := store.differing(chosen):
         raise ConfigError(f"--model {name}: {damaged[0]} does not match its checksum: version {chosen} is damaged")
-    return folder, store.folder(chosen)
+    return folder, with_weights(folder, chosen, store)
 
 
 def evaluation_of(config: Config, *, samples: int | None = None, prompts: int | None = None) -> Config:

@@ -1,17 +1,24 @@
-"""Exports a policy version as a Hugging Face model folder, or its adapter, and verifies its checksums."""
+"""Exports a policy version as a Hugging Face model folder, or its adapter, and verifies its checksums.
+
+The weights of a version that is its adapter alone are made of the model that the run has trained.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Event
 from typing import Final
 
-from dora import foreign
+from dora import files, foreign
 from dora.adapter_files import PROOF
+from dora.config.recorded import read_recorded
 from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.journal.run_folder import RunFolder
-from dora.weights.merging import RECIPE
-from dora.weights.store import ADAPTER, StoreError, VersionStore, checksum_of, clear_errors
+from dora.seed.policy import model_folder
+from dora.weights.file_plan import INDEX
+from dora.weights.merging import RECIPE, Merge, has_weights
+from dora.weights.store import ADAPTER, Manifest, StoreError, VersionStore, checksum_of, clear_errors
 
 #: Files beside an adapter that only DORA reads.
 _NOT_EXPORTED: Final = frozenset({RECIPE, f"{ADAPTER}/{PROOF}"})
@@ -51,6 +58,7 @@ def export(
     }
     if not chosen_files:
         raise ConfigError(f"--adapter: version {chosen} of {run.root} has none, as the run trained all weights")
+    model = None if adapter or has_weights(manifest) else trained_model(run)
     with clear_errors(f"--to {target}: cannot be written", remove=target):
         target.mkdir(parents=True)
         for name, checksum in chosen_files.items():
@@ -59,4 +67,38 @@ def export(
             foreign.copy(source / name, copy)
             if checksum_of(copy) != checksum:
                 raise StoreError(f"{source / name}: does not match its checksum; version {chosen} is damaged")
+        if model is not None:
+            _merge(model, source, manifest, into=target)
     return chosen, target
+
+
+def trained_model(run: RunFolder) -> Path:
+    """Return the folder of the model that a run trains; ConfigError if it is not here."""
+    model = read_recorded(run.config, environ={}).model
+    return model_folder(model.path, revision=model.revision)
+
+
+def with_weights(run: RunFolder, version: VersionId, store: VersionStore) -> Path:
+    """Return a folder of a version that has its weights; if it is an adapter alone, they are made, and kept."""
+    if has_weights(store.manifest(version)):
+        return store.folder(version)
+    files.make_folder(run.merged, exist_ok=True)
+    run.require_plain(run.merged)
+    merged = VersionStore(memory_root=run.merged, durable_root=run.merged)
+    if version not in merged.durable() or merged.differing(version):
+        merged.discard(version)
+        staged = merged.stage(version)
+        with clear_errors(f"cannot make the weights of version {version} in {run.merged}", remove=staged):
+            staged.rmdir()
+            export(run, version=version, to=staged)
+        merged.seal(version, staged, chain=store.manifest(version).chain)
+    return merged.folder(version)
+
+
+def _merge(model: Path, source: Path, manifest: Manifest, *, into: Path) -> None:
+    """Write the weights of the version in the folder `source`, an adapter alone."""
+    merge = Merge(model, source, manifest, into=into)
+    for name in merge.names:
+        merge.write(name, stop=Event())
+    if (index := merge.index) is not None:
+        (into / INDEX).write_bytes(index)

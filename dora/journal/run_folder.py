@@ -47,6 +47,7 @@ class RunFolder:
         self.fence = root / "epoch"  #: epoch of the controller whose ranks may publish and save
         self.checkpoints = root / "checkpoints"  #: of the trainer
         self.versions = root / "versions"  #: the durable version store
+        self.merged = root / "merged"  #: versions with weights, made of adapters by `dora eval`; may be deleted
         self.rollouts = root / "rollouts"  #: whole steps written by --rollout-only, read by --train-only
         self.logs = root / "logs"  #: output of child processes, one file each
         self.tracking = root / "tracking"  #: a folder for each tracker

@@ -103,7 +103,7 @@ class Adapters:
         #: By the name that the adapted weight has without adapters.
         self._modules: Mapping[str, Any] = {f"{name}.weight": module for name, module in modules.items()}
         if settings.begins_with:
-            self._stored()
+            self._stored(Path(settings.begins_with))
 
     @contextmanager
     def using(self, adapter: str | None) -> Iterator[None]:
@@ -119,14 +119,14 @@ class Adapters:
             module._disable_adapters = adapter is None
             module._active_adapter = adapter or TRAINED
 
-    def _stored(self) -> StoredAdapter:
-        """Open the folder that training begins with; ConfigError unless it has this adapter."""
+    def _stored(self, folder: Path) -> StoredAdapter:
+        """Open the folder of an adapter; ConfigError unless it has this one."""
         shapes = {
             stored_name(name, part): matrices[TRAINED].weight.shape
             for name, module in self._modules.items()
             for part, matrices in _parts(module)
         }
-        return StoredAdapter(self.settings, shapes)
+        return StoredAdapter(folder, self.settings, shapes)
 
     @torch.no_grad()
     def fill(self, *, rank: int) -> bytes:
@@ -138,14 +138,21 @@ class Adapters:
         if not self.settings.begins_with:
             self.draw(rank=rank)
             return b"-"
-        stored = self._stored()
+        folder = Path(self.settings.begins_with)
+        self.read(folder, rank=rank, into=(TRAINED, REFERENCE))
+        return adapter_digest(folder).encode()
+
+    @torch.no_grad()
+    def read(self, folder: Path, *, rank: int, into: Collection[str] = (TRAINED,)) -> None:
+        """Write this rank's rows of the adapter in a folder, into those of `into` that are there. `rank`, ConfigError:
+        as in `fill`."""
+        stored = self._stored(folder)
         for name, module in self._modules.items():
             for part, matrices in _parts(module):
                 rows = stored.rows(stored_name(name, part), own_block(matrices[TRAINED].weight, rank).rows)
-                for adapter in (TRAINED, REFERENCE):
+                for adapter in into:
                     if adapter in matrices:
                         matrices[adapter].weight.to_local().copy_(rows)
-        return adapter_digest(Path(self.settings.begins_with)).encode()
 
     @torch.no_grad()
     def draw(self, *, rank: int, is_trial: bool = False) -> None:
@@ -184,6 +191,11 @@ class Factored:
             name: (module.lora_A[TRAINED].weight.detach(), module.lora_B[TRAINED].weight.detach(), module)
             for name, module in modules.items()
         }
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the adapted weights."""
+        return {*self._matrices}
 
     def whole(self, group: dist.ProcessGroup, *, dtype: torch.dtype) -> dict[str, Factors]:
         """Return the factors of each adapted weight, in the published type `dtype`; a collective. `group`: the ranks of

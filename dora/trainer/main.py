@@ -222,6 +222,7 @@ def _publisher(
         policy=policy,
         model_path=Path(order.model_path),
         dtype=order.settings.publish_dtype,
+        serves_adapters=order.settings.serves_adapters,
         words=words,
         # Only the ranks of rank 0's host can write into its folders, and one copy of the weights is enough.
         writers=min(int(words.get("writers")), policy.sharding.size()),

@@ -11,7 +11,7 @@ Both are correct, because every rank gets the same number of micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -199,16 +199,22 @@ class Policy(ShardedModel):
     def trial_adapter(self) -> Iterator[None]:
         """In this context, the adapter is one that is not zero, so that a check of the model is one of its adapter
         too."""
-        if self.adapters is None:
+        with nullcontext() if self.adapters is None else self.other_adapter(partial(self.adapters.draw, is_trial=True)):
             yield
-            return
+
+    @contextmanager
+    def other_adapter(self, write: Callable[..., None]) -> Iterator[None]:
+        """In this context, the adapter is what `write(rank=...)` has written; an error of it, on any rank, is raised
+        before. A collective."""
         before = {name: shard.clone() for name, shard in self.trained().items()}
         self.reshard()
-        self.adapters.draw(rank=self.sharding.get_local_rank(), is_trial=True)
-        yield
-        self.reshard()
-        for name, shard in self.trained().items():
-            shard.copy_(before[name])
+        try:
+            together(partial(write, rank=self.sharding.get_local_rank()), device=self.device)
+            yield
+        finally:
+            self.reshard()
+            for name, shard in self.trained().items():
+                shard.copy_(before[name])
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:

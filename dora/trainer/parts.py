@@ -5,7 +5,8 @@ into the tensors of its experts, and a rank converts those that it has. Conversi
 tensors need them whole: they are gathered, one at a time, to the rank that will write them. So are all tensors if some
 ranks cannot write, because the folder is on another host.
 
-Where an adapter is trained, its part is added to the rows of a weight, in float64, as they are converted.
+Where an adapter is trained, its part is added to the rows of a weight, in float64, as they are converted. Where servers
+hold adapters, a version is the adapter alone if its weights can be made of the model.
 
 Invariant: every element of every tensor of the folder is written by exactly one rank, of the first copy of the weights.
 These get the published type, except those that a 16-bit or FP8 folder keeps in float32. Tensors that are not trained
@@ -32,7 +33,7 @@ from dora.trainer.loading import Conversion, as_published, own_block, stacks_row
 from dora.trainer.meshes import Block
 from dora.trainer.model import Policy
 from dora.weights.file_plan import TensorSpec
-from dora.weights.merging import MAX_RANK, RECIPE, MergeRecipe, Origin
+from dora.weights.merging import MAX_RANK, RECIPE, MergeRecipe, Origin, checksums_of_model
 from dora.weights.store import ADAPTER
 
 
@@ -56,7 +57,7 @@ class _Shard:
 class Parts:
     """What this rank writes of every version; made before the first pass."""
 
-    def __init__(self, policy: Policy, *, dtype: str, writers: int) -> None:
+    def __init__(self, policy: Policy, *, dtype: str, writers: int, serves_adapters: bool = False) -> None:
         """`writers`: number of ranks, from rank 0 on, that write into the store; all of them have the first copy."""
         self._policy = policy
         self._dtype: torch.dtype = getattr(torch, dtype)
@@ -71,15 +72,20 @@ class Parts:
         self._factors: dict[str, Factors] = {}  # by name of the weight; see `gather`
         for target in (target for conversion in trained for target in conversion.targets):
             self._tensors[target] = tensors[target].detach()
+        #: All tensors of the model's folder.
+        self._all_specs = [spec for conversion in trained for spec in self._specs(conversion)]
+        self._all_specs += [self._untrained_spec(name) for name in policy.plan.untrained]
+        self._is_adapter_alone = serves_adapters and self._has_recipe()
+        self._model: dict[str, str] = {}  # checksums of the model's files, once they are needed
+        written = [] if self._is_adapter_alone else trained
         self._gathered = [
-            one for one in trained if writers < self._world_size or not _is_local(one) or self._has_columns(one)
+            one for one in written if writers < self._world_size or not _is_local(one) or self._has_columns(one)
         ]
-        shards = [self._shard(one) for one in trained if one not in self._gathered]
+        shards = [self._shard(one) for one in written if one not in self._gathered]
         begin = len(shards) * self._rank // self._world_size  # ranks that write into one file wait for each other
         self._shards = [*shards[begin:], *shards[:begin]]
-        #: All tensors of the folder, the same on all ranks.
-        self.specs = [spec for conversion in trained for spec in self._specs(conversion)]
-        self.specs += [self._untrained_spec(name) for name in policy.plan.untrained]
+        #: The tensors that ranks write, the same on all of them.
+        self.specs = [] if self._is_adapter_alone else self._all_specs
 
     def pieces(self) -> Iterator[Piece]:
         """Yield what this rank writes of its own, converted when it is asked for: all but what the last `gather`
@@ -91,7 +97,7 @@ class Parts:
                 yield from self._published(
                     shard.conversion, row, self._with_adapter(shard.conversion.targets[0], rows, row)
                 )
-        if self._rank == 0:
+        if self._rank == 0 and not self._is_adapter_alone:
             for name, tensor in self._policy.untrained.items():
                 yield Piece(name, 0, tensor.to(self._dtype) if name in self._policy.dequantised else tensor)
 
@@ -109,20 +115,32 @@ class Parts:
             kept += [piece._replace(rows=piece.rows.to("cpu", copy=True)) for piece in found]
         return kept
 
-    def write_adapter(self, folder: Path) -> None:
+    def write_adapter(self, folder: Path, *, model: Path) -> None:
         """Write the adapter as it was at the last `gather`, if one is trained, into the folder of a version; with a
-        recipe, if nodes can make the weights of their copies of the model."""
+        recipe, if its weights can be made of copies of the folder `model`."""
         if self._policy.adapters is not None:
-            settings = self._policy.adapters.settings
-            write_adapter(folder / ADAPTER, self._factors, settings)
-            adapted = [one for one in self._trained if self._factors.keys() & {*one.targets}]
-            is_copied = all(one.converter is None or stacks_rows(one.converter) for one in self._trained)
-            is_added = all(one.converter is None for one in adapted)
-            if is_copied and is_added and not self._policy.dequantised and settings.rank <= MAX_RANK:
-                (folder / RECIPE).write_bytes(self._recipe(adapted).encode())
+            write_adapter(folder / ADAPTER, self._factors, self._policy.adapters.settings)
+            if self._has_recipe():
+                if self._is_adapter_alone and not self._model:
+                    self._model = checksums_of_model(model)
+                (folder / RECIPE).write_bytes(self._recipe().encode())
 
-    def _recipe(self, adapted: list[Conversion]) -> MergeRecipe:
+    def _adapted(self) -> list[Conversion]:
+        """Return the conversions of the weights that have an adapter."""
+        names = set() if self._adapter is None else self._adapter.names
+        return [one for one in self._trained if names & {*one.targets}]
+
+    def _has_recipe(self) -> bool:
+        """Return whether the weights of a version can be made of the model, without the trainer."""
+        if self._policy.adapters is None or self._policy.dequantised:
+            return False
+        is_copied = all(one.converter is None or stacks_rows(one.converter) for one in self._trained)
+        is_added = all(one.converter is None for one in self._adapted())
+        return is_copied and is_added and self._policy.adapters.settings.rank <= MAX_RANK
+
+    def _recipe(self) -> MergeRecipe:
         """Return how tensors of the folder become those of a version."""
+        adapted = self._adapted()
         held = {name: self._tensors[one.targets[0]].dtype for one in self._trained for name in one.sources}
         targets = {name: one.targets[0] for one in adapted for name in one.sources}
         return MergeRecipe(
@@ -136,8 +154,9 @@ class Parts:
                     module=targets.get(spec.name, "").removesuffix(".weight"),
                     is_transposed=spec.name in targets and self._factors[targets[spec.name]].is_transposed,
                 )
-                for spec in self.specs
+                for spec in self._all_specs
             ),
+            model=self._model,
         )
 
     def _rows(self, conversion: Conversion, owner: int) -> Iterator[Piece]:

@@ -5,7 +5,8 @@ is between two weights in the same engine. For a token of version s in the first
 π_v = π_s. For a few stale sequences of a step the probe computes log π_v with the weights of v from the store, which
 keeps v until the step with its groups is trained. The model is not copied: the policy's shards are set aside in host
 memory, v is loaded in their place for one pass, and then the shards are put back, bit for bit. What is published
-includes the adapter, if there is one, which is switched off in that pass.
+includes the adapter, if there is one, which is switched off in that pass. Where servers hold adapters, that of v takes
+the place of the policy's.
 
 Invariant: the probe changes no weight and no gradient, and never ends a run: a version that cannot be read is skipped.
 Legend: P trained tokens of a pass, p those of one sequence.
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +30,7 @@ from torch import Tensor
 from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.objectives.tokens import log_ratio
+from dora.trainer.adapters import Adapters
 from dora.trainer.agreement import together
 from dora.trainer.full_disk import print_error
 from dora.trainer.loading import open_folder
@@ -35,7 +38,7 @@ from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy
 from dora.trainer.packing import Layout, make_row
 from dora.transport.messages import Configure, MicroBatch, TrainerSettings
-from dora.weights.store import StoreError, VersionStore
+from dora.weights.store import ADAPTER, StoreError, VersionStore
 
 _NONE: Final = 2**62  # in place of a version
 
@@ -137,7 +140,7 @@ class Probe:
             device=self._policy.device,
         )
         try:
-            with self._under(version), self._policy.without_adapter(), torch.no_grad():
+            with self._under(version), torch.no_grad():
                 settings = self._settings
                 sampled_P = logprobs(
                     self._policy.model, row, temperature=settings.temperature, fp32_head=settings.fp32_head
@@ -154,28 +157,43 @@ class Probe:
 
     @contextmanager
     def _under(self, version: VersionId) -> Iterator[None]:
-        """In this context the policy has the weights of `version`; ConfigError on all ranks if one cannot read them."""
+        """In this context the policy is that of `version`; ConfigError on all ranks if one cannot read it."""
         policy = self._policy
+        if policy.adapters is not None and self._settings.serves_adapters:
+            with policy.other_adapter(partial(self._read_adapter, policy.adapters, version)):
+                yield
+            return
         loaded = policy.loaded()
         aside = {name: tensor.to("cpu", copy=True) for name, tensor in loaded.items()}
         policy.reshard()
         try:
             together(lambda: self._load(version), device=policy.device)
-            yield
+            with policy.without_adapter():
+                yield
         finally:
             policy.reshard()
             for name, tensor in loaded.items():
                 tensor.copy_(aside[name])
+
+    def _read_adapter(self, adapters: Adapters, version: VersionId, *, rank: int) -> None:
+        """Write this rank's rows of a version's adapter over those of the policy."""
+        adapters.read(self._folder(version) / ADAPTER, rank=rank)
 
     def _load(self, version: VersionId) -> None:
         """Write this rank's rows of a published version over those of the policy."""
         policy = self._policy
         with ExitStack() as opened:
             try:
-                folder = open_folder(self._store.folder(version), policy.model.config, opened)
-            except (StoreError, OSError, ValueError) as err:
+                folder = open_folder(self._folder(version), policy.model.config, opened)
+            except (OSError, ValueError) as err:
                 raise ConfigError(str(err)) from err
             policy.load_shards(folder)
+
+    def _folder(self, version: VersionId) -> Path:
+        try:
+            return self._store.folder(version)
+        except StoreError as err:
+            raise ConfigError(str(err)) from err
 
 
 def _k3(difference_P: Tensor) -> Tensor:

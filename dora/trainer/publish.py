@@ -10,7 +10,8 @@ Invariant: a version number is published once. If the store already has it (a st
 bytes are only compared with the stored ones. A folder is sealed after all ranks have written and closed its files. On a
 full disk, publication waits for space.
 
-Where an adapter is trained, the weights of a version include it, and it is beside them in a folder of its own.
+Where an adapter is trained, the weights of a version include it, and it is beside them in a folder of its own. Where
+servers hold adapters, a version has no weights beside it, if they can be made of the model.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Publisher:
         writers: int,
         report: Callable[[VersionWritten], None],
         on_failure: Callable[[BaseException], None],
+        serves_adapters: bool = False,
     ) -> None:
         """`words`: of the threads of this incarnation of the ranks, and of nothing else. `writers`: number of ranks,
         from rank 0 on, that share the folders of `store`. `on_failure` is called in the writing thread, because the
@@ -73,7 +75,7 @@ class Publisher:
         self._writers = writers
         self._report = report
         self._on_failure = on_failure
-        self._parts = Parts(policy, dtype=dtype, writers=writers)
+        self._parts = Parts(policy, dtype=dtype, writers=writers, serves_adapters=serves_adapters)
         self._plan = plan_files(self._parts.specs)
         self._stream = SideStream(policy.device)
         self._count = 0  # of versions; the same on all ranks
@@ -135,7 +137,7 @@ class Publisher:
         with clear_errors(f"cannot write version {version} to {root}", remove=staged):
             make_files(staged, self._plan)
             copy_model_files(self._model_path, staged, dtype=self._dtype)
-            self._parts.write_adapter(staged)
+            self._parts.write_adapter(staged, model=self._model_path)
             if proof is not None:
                 (staged / ADAPTER / PROOF).write_bytes(msgspec.json.encode(proof))
         return staged

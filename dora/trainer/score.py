@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from dora.adapter_files import PREFIX, WEIGHTS
 from dora.model_config import load_config
 from dora.trainer import attention
 from dora.trainer.forward_check import check_forward
@@ -34,8 +36,12 @@ def score(
     device: str = "cpu",
     dtype: str = "float32",
     fp32_head: bool = False,
+    adapter: Path | None = None,
 ) -> list[NDArray[np.float32]]:
-    """Return the log-probs of each sequence's tokens after the prompt, under softmax(logits / temperature)."""
+    """Return the log-probs of each sequence's tokens after the prompt, under softmax(logits / temperature).
+
+    `adapter`: folder of one that the model has beside its weights.
+    """
     if min(prompt_lengths, default=1) < 1:
         raise ValueError("the first token of a sequence has no log-prob; prompts have at least one token")
     require_device(device)
@@ -52,6 +58,8 @@ def score(
         trust_remote_code=False,
         use_safetensors=True,
     )
+    if adapter is not None:
+        _add(adapter, model)
     model = model.to(device).eval()
     longest = max(map(len, sequences), default=1)
     layout = check_forward(model, device=torch.device(device), dtype=dtype, longest=longest).layout
@@ -64,6 +72,16 @@ def score(
         device=torch.device(device),
         fp32_head=fp32_head,
     )
+
+
+def _add(adapter: Path, model: Any) -> None:
+    """Give a model an adapter."""
+    from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
+
+    inject_adapter_in_model(LoraConfig.from_pretrained(str(adapter)), model)
+    matrices = load_file(adapter / WEIGHTS)
+    set_peft_model_state_dict(model, {name.removeprefix(PREFIX): value for name, value in matrices.items()})
+    model.to(model.dtype)
 
 
 def score_with(

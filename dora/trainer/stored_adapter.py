@@ -21,9 +21,9 @@ _TYPES: Final = ("F64", "F32", "BF16", "F16")
 class StoredAdapter:
     """The open file."""
 
-    def __init__(self, settings: LoraSettings, shapes: Mapping[str, torch.Size]) -> None:
+    def __init__(self, folder: Path, settings: LoraSettings, shapes: Mapping[str, torch.Size]) -> None:
         """`shapes`: of all its matrices, by name. ConfigError if the folder has another adapter, or other matrices."""
-        self._folder = Path(settings.begins_with)
+        self._folder = folder
         require_adapter(
             self._folder, rank=settings.rank, alpha=settings.alpha, rslora=settings.rslora, targets=settings.targets
         )

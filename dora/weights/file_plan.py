@@ -97,7 +97,8 @@ def _groups(specs: Iterable[TensorSpec], *, max_bytes: int) -> Iterator[list[Ten
             group, held = [], 0
         group.append(spec)
         held += spec.num_bytes
-    yield group
+    if group:
+        yield group
 
 
 def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[int]]:

@@ -9,8 +9,10 @@ in float64, from left to right, each operation rounded by itself, and the sum ro
 what `Factors.added_to` of dora/trainer/adapters.py computes. A product of matrices would add in an order of the
 library's and the processor's own, so that float32 versions would differ between hosts in a few elements of a billion.
 
-Invariant: a file that is left has its checksum. Recipe and adapter may come from another machine: what does not fit is
-refused before anything is written, and memory is bounded by the matrices of one weight and some blocks.
+The manifest has the checksums of the weights. Of a version that is its adapter alone, the recipe has those of the
+model's files. Invariant: a file that is left has its checksum, or is made of files that have theirs. Recipe and adapter
+may come from another machine: what does not fit is refused before anything is written, and memory is bounded by the
+matrices of one weight and some blocks.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ MAX_RANK: Final = 128
 #: Elements that are computed at a time: their sums in float64 fit into a core's cache.
 _BLOCK: Final = 1 << 16
 _MAX_THREADS: Final = 8  # servers need the other cores
+#: What recipe, adapter or model raise if they do not fit.
+_UNFIT: Final = (ValueError, msgspec.MsgspecError, RecursionError, OSError, ConfigError)
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -58,11 +62,12 @@ class Origin(msgspec.Struct, frozen=True):
     is_transposed: bool = False  # whether it is stored as [inputs, outputs]
 
 
-class MergeRecipe(msgspec.Struct, frozen=True):
+class MergeRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the weights of a version are made."""
 
     scale: float
     tensors: tuple[Origin, ...]  # of all files, in the order in which they are planned
+    model: dict[str, str] = {}  # name and checksum of the model's files, if the version is its adapter alone
 
     def encode(self) -> bytes:
         """Return the contents of its file."""
@@ -79,17 +84,36 @@ def is_weights(name: str) -> bool:
     return name.endswith(".safetensors") and "/" not in name
 
 
-class Merge:
-    """The weights of a version, to be written into a folder that has all its other files."""
+def has_weights(manifest: Manifest) -> bool:
+    """Return whether a version is more than an adapter."""
+    return any(map(is_weights, manifest.files))
 
-    def __init__(self, model: Path, folder: Path, manifest: Manifest) -> None:
+
+def checksums_of_model(model: Path) -> dict[str, str]:
+    """Return the checksum of each file that has tensors of a model, by its name; ConfigError if one is damaged."""
+    paths = {tensor.path for tensor in tensors_of(model).values()}
+    return {path.name: checksum_of(path, follow_links=True) for path in sorted(paths)}
+
+
+def made_of(model: Path, folder: Path) -> None:
+    """Raise StoreError unless the version in `folder`, an adapter alone, was trained from this model."""
+    try:
+        _require_model(model, _read_recipe(folder))
+    except _UNFIT as err:
+        raise StoreError(f"{folder}: is not of {model}: {str(err)[:_MAX_TOLD]}") from err
+
+
+class Merge:
+    """The weights of a version, to be written beside all its other files, or into another folder."""
+
+    def __init__(self, model: Path, folder: Path, manifest: Manifest, *, into: Path | None = None) -> None:
         """Read and check the recipe; StoreError if it does not fit the model, the adapter or the manifest."""
         self._model = model
-        self._folder = folder
+        self._folder = into or folder
         self._checksums = {name: checksum for name, checksum in manifest.files.items() if is_weights(name)}
         self._what = f"cannot make version {manifest.version} of {model}"
         try:
-            recipe = msgspec.json.decode(foreign.read(folder / RECIPE, max_bytes=_MAX_RECIPE_BYTES), type=MergeRecipe)
+            recipe = _read_recipe(folder)
             self._scale = recipe.scale
             self._sources = tensors_of(model)
             self._matrices = tensors_in(folder / MATRICES)
@@ -100,15 +124,22 @@ class Merge:
                 self._check(origin)
             self._plan = plan_files([TensorSpec(one.name, one.dtype, one.shape) for one in recipe.tensors])
             num_bytes = sum(file.num_bytes for file in self._plan.files)
-            if {*self.names} != self._checksums.keys() or num_bytes > manifest.num_bytes:
+            if not self._checksums:
+                _require_model(model, recipe)
+            elif {*self.names} != self._checksums.keys() or num_bytes > manifest.num_bytes:
                 raise ValueError("its files would be others")
-        except (ValueError, msgspec.MsgspecError, RecursionError, OSError, ConfigError) as err:
+        except _UNFIT as err:
             raise StoreError(f"{self._what}: {str(err)[:_MAX_TOLD]}") from err
 
     @property
     def names(self) -> list[str]:
         """The files to write."""
         return [file.name for file in self._plan.files]
+
+    @property
+    def index(self) -> bytes | None:
+        """The contents of their index, which several files have."""
+        return self._plan.index() if len(self.names) > 1 else None
 
     def _check(self, origin: Origin) -> None:
         source = self._sources.get(origin.name)
@@ -141,7 +172,7 @@ class Merge:
         try:
             with clear_errors(self._what):
                 self._write(file, path, stop=stop)
-                if checksum_of(path) != self._checksums[name]:
+                if self._checksums and checksum_of(path) != self._checksums[name]:
                     raise StoreError(f"{self._what}: {name} would have another checksum; is the model another one?")
         except BaseException as err:
             path.unlink(missing_ok=True)
@@ -185,6 +216,15 @@ class Merge:
         )
         left, right = (matrix_RI.T, matrix_OR.T) if origin.is_transposed else (matrix_OR, matrix_RI)
         return self._scale * left, np.ascontiguousarray(right)
+
+
+def _read_recipe(folder: Path) -> MergeRecipe:
+    return msgspec.json.decode(foreign.read(folder / RECIPE, max_bytes=_MAX_RECIPE_BYTES), type=MergeRecipe)
+
+
+def _require_model(model: Path, recipe: MergeRecipe) -> None:
+    if checksums_of_model(model) != recipe.model:
+        raise ValueError("it is not the model that was trained")
 
 
 def _converted(data: bytes, dtype: str, origin: Origin, add: Callable[[Floats], Floats] | None) -> bytes:

@@ -117,7 +117,8 @@ class Relay:
         async with self._alone(name) as undo:
             if (staged := await _staged(partial(self._store.stage_copy, manifest), undo)) is None:
                 return  # it is here
-            merges = model is not None and self._merges and merging.has_recipe(manifest)
+            is_made = merging.has_recipe(manifest) and merging.has_weights(manifest)
+            merges = model is not None and self._merges and is_made
             has_delta = base is not None and not merges and await self._fetch_delta(manifest, sources, base, staged)
             self._settled.add(version)
             if not has_delta:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from dora.controller.recorder import read_rows
 from dora.core import commands as cmd
@@ -81,10 +85,48 @@ def test_a_run_with_adapters_outlives_its_controller(slow_model: Path, tmp_path:
     folder = killed_and_resumed(slow(tmp_path, slow_model, engine__instances=servers, **ADAPTERS))
     assert [order.reason for order in orders_of(folder, cmd.FinishRun)] == [f"all {STEPS} steps are trained"]
     assert_nothing_moved(folder)
-    exported = run_to_end("export", str(folder.root), "--adapter", "--to", str(tmp_path / "adapter"))
-    assert exported.returncode == 0, exported.stderr
-    names = {path.name for path in (tmp_path / "adapter").iterdir()}
+
+
+def test_versions_are_adapters_alone_whose_weights_are_made_when_they_are_needed(tmp_path: Path) -> None:
+    with Run(*settings(run__folder=tmp_path, status__port=0, **{**ADAPTERS, "engine__instances": 1})) as run:
+        folder = run.folder
+        assert run.end() == 0, run.told()
+    assert not [*folder.versions.glob("v*/*.safetensors")]
+    model = seed_path() / "model.safetensors"
+    assert sum(path.stat().st_size for path in folder.versions.rglob("*.*")) < (STEPS + 1) * model.stat().st_size / 4
+
+    exported = {option: tmp_path / f"exported{option}" for option in ("--merged", "--adapter")}
+    for option, target in exported.items():
+        result = run_to_end("export", str(folder.root), option, "--to", str(target))
+        assert result.returncode == 0, result.stderr
+    names = {path.name for path in exported["--adapter"].iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors"}
+    merged = AutoModelForCausalLM.from_pretrained(exported["--merged"])
+    base = AutoModelForCausalLM.from_pretrained(seed_path())
+    adapted = PeftModel.from_pretrained(base, exported["--adapter"])
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(tokens).logits, merged(tokens).logits, rtol=1e-4, atol=1e-4)
+
+    deep = run_to_end("audit", str(folder.root), "--deep")
+    assert deep.returncode == 0, deep.stdout
+    for _ in range(2):  # the weights are made, and then kept
+        scored = run_to_end("eval", "--model", f"{folder.root}@{STEPS}", "--prompts", "8", "--trust-folder")
+        assert scored.returncode == 0, scored.stderr
+    kept = folder.merged / f"v{STEPS:06}" / "model.safetensors"
+    assert kept.read_bytes() == (exported["--merged"] / "model.safetensors").read_bytes()
+
+    (other := tmp_path / "other").mkdir()
+    for path in seed_path().iterdir():
+        shutil.copy(path, other)
+    data = bytearray(model.read_bytes())
+    data[-1] ^= 1
+    (other / model.name).write_bytes(data)
+    folder.config.write_text(re.sub('path = "[^"]*"', f'path = "{other}"', folder.config.read_text(), count=1))
+    refused = run_to_end("export", str(folder.root), "--merged", "--to", str(tmp_path / "wrong"))
+    assert refused.returncode == 1, refused.stdout
+    assert f"cannot make version {STEPS} of {other}: it is not the model that was trained" in refused.stderr
+    assert not (tmp_path / "wrong").exists()
 
 
 def test_servers_that_outlive_the_controller_are_emptied_of_its_adapters(slow_model: Path, tmp_path: Path) -> None:
@@ -107,11 +149,10 @@ def test_a_server_that_mixes_adapters_up_is_found(tmp_path: Path) -> None:
         assert run.end() == 3, run.told()
     audit = run_to_end("audit", str(folder.root))
     assert audit.returncode == 3
-    found = (
-        r"VIOLATION C1 serving: instance 0 answered under version (\d+) from another adapter: \S+ dora-\S+-v\1 is another"
-    )
+    found = r"VIOLATION C1 serving: instance 0 answered under version (\d+) from another adapter: \S+ \S+-v\1 is an"
     assert re.search(found, audit.stdout), audit.stdout
     unloads = events_of(folder, ev.VersionUnloadFailed)
-    assert unloads and all(event.disproved for event in unloads)
+    assert unloads
+    assert all(event.disproved for event in unloads)
     rows = [row["trainer"] for row in read_rows(folder.metrics, kind="step")]
     assert max(row.get("engine_mismatch_k3", 0.0) for row in rows) > 1e-5

@@ -47,7 +47,7 @@ def parse_configuration(data: bytes, scratch: Path) -> None:
 def parse_matrices(data: bytes, scratch: Path) -> None:
     folder = folder_of(scratch, {CONFIG: json.dumps(CONFIGURATION).encode(), WEIGHTS: data})
     shapes = {name: torch.Size(shape) for name, shape in SHAPES.items()}
-    stored = StoredAdapter(LoraSettings(**SETTINGS, seed=0, begins_with=str(folder)), shapes)
+    stored = StoredAdapter(folder, LoraSettings(**SETTINGS, seed=0), shapes)
     for name, shape in SHAPES.items():
         assert stored.rows(name, range(shape[0])).isfinite().all()
 

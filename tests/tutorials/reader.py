@@ -153,7 +153,7 @@ class Reader:
 
 
 def is_in(line: str, said: str) -> bool:
-    """Whether a line of a fence `output` is in what was said, but for what may differ: numbers, and with them a plural."""
+    """Whether a line of a fence `output` is in what was said, but for what may differ: numbers and their plurals."""
     return re.search("".join(_patterns(line.strip())), said) is not None
 
 
