@@ -143,11 +143,14 @@ class NodeVersions:
     async def folder(self, instance: InstanceId, version: VersionId) -> Path:
         place = self.cluster.places.of_instance(instance)
         if place is None:  # an external server reads the folder of this host
-            await self.fetch(version)
-            return await asyncio.to_thread(self.store.folder, version)
+            return await self.own_folder(version)
         places = self.cluster.places.group_of(place)
         folders = [await self.cluster.spread.folder(place, version) for place in places]
         if len(set(folders)) > 1:
             names = " and ".join(place.name for place in places)
             raise RemoteError(f"nodes {names} have versions in different folders; start them with the same --folder")
         return folders[0]
+
+    async def own_folder(self, version: VersionId) -> Path:
+        await self.fetch(version)
+        return await asyncio.to_thread(self.store.folder, version)

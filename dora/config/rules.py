@@ -126,11 +126,7 @@ def _lora_problems(config: Config) -> Iterator[str]:
 
 def may_serve_adapters(config: Config) -> bool:
     """Return whether a run that trains an adapter could have `engine.adapters`."""
-    return config.rules.in_flight is None and _versions_are_here(config) and config.weights.transfer == "disk"
-
-
-def _versions_are_here(config: Config) -> bool:
-    return not config.nodes.expected or config.nodes.store == "shared"
+    return config.rules.in_flight is None and config.weights.transfer == "disk"
 
 
 def _served_adapter_problems(config: Config) -> Iterator[str]:
@@ -142,11 +138,6 @@ def _served_adapter_problems(config: Config) -> Iterator[str]:
         yield (
             f"engine.adapters: {config.rollout.strategy} changes the weights under running requests, which an adapter "
             "that is loaded beside theirs does not; remove it"
-        )
-    if not _versions_are_here(config):
-        yield (
-            "engine.adapters: not yet with nodes that keep versions of their own; set nodes.store to shared, or remove "
-            "engine.adapters"
         )
     if config.weights.transfer != "disk":
         yield "weights.transfer: servers read adapters from folders; with engine.adapters, set it to disk"

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import structlog
 
+from dora.adapter_files import Proof, read_proof
 from dora.controller.batches import build_wave
 from dora.controller.evaluations import Evaluations
 from dora.controller.fleet import Fleet
@@ -25,13 +26,13 @@ from dora.controller.served import Served, ServedAdapters
 from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import GroupId, InstanceId, TrajectoryId
+from dora.core.ids import GroupId, InstanceId, TrajectoryId, VersionId
 from dora.core.strategies import Pause
 from dora.core.training import Feed
 from dora.engine.api import GenerateRequest, GenerateResult, InferenceEngine, PushStage
 from dora.engine.errors import AdapterDisproved, RequestRefused, ServerGone
 from dora.engine.names import UNCONFIRMED, request_id
-from dora.errors import ProtocolError, RemoteError
+from dora.errors import ConfigError, ProtocolError, RemoteError
 from dora.journal.rows import answer_bound
 from dora.tasks.pool import Graded, GraderPool
 from dora.tasks.prompts import Prompt, PromptStream
@@ -308,11 +309,17 @@ class LoadAdapter:
             url = self.fleet.url(order.instance)
             await self.published.available(order.version)
             folder = await self.holders.folder(order.instance, order.version) / ADAPTER
-            await self.engine.load_adapter(url, name=name, folder=folder, timeout_s=self.timeout_s)
-        except (RemoteError, StoreError) as err:
+            proof = await _proof(self.holders, order.version)
+            await self.engine.load_adapter(url, name=name, folder=folder, proof=proof, timeout_s=self.timeout_s)
+        except (RemoteError, StoreError, ConfigError) as err:
             return ev.WeightPushFailed(self.now(), order.instance, order.attempt, str(err))
         self.served.loaded[order.instance, order.version] = name
         return ev.WeightPushFinished(self.now(), order.instance, order.attempt, order.version)
+
+
+async def _proof(holders: Holders, version: VersionId) -> Proof:
+    """Return the proof of a version's adapter; ConfigError or StoreError."""
+    return await asyncio.to_thread(read_proof, await holders.own_folder(version) / ADAPTER)
 
 
 @dataclass(frozen=True)
@@ -331,9 +338,9 @@ class UnloadAdapter:
         was_confirmed = self.served.loaded.get((order.instance, order.version)) == name
         try:
             url = self.fleet.url(order.instance)
-            folder = await self.holders.folder(order.instance, order.version) / ADAPTER if was_confirmed else None
-            await self.engine.unload_adapter(url, name=name, folder=folder, timeout_s=self.timeout_s)
-        except (RemoteError, StoreError) as err:
+            proof = await _proof(self.holders, order.version) if was_confirmed else None
+            await self.engine.unload_adapter(url, name=name, proof=proof, timeout_s=self.timeout_s)
+        except (RemoteError, StoreError, ConfigError) as err:
             disproved = isinstance(err, AdapterDisproved)
             if disproved:
                 log.error("adapter_disproved", instance=order.instance, version=order.version, reason=str(err))

@@ -21,6 +21,9 @@ class Holders(Protocol):
     async def folder(self, instance: InstanceId, version: VersionId) -> Path:
         """Return the folder of a version, as an instance sees it, once it is there; RemoteError or StoreError."""
 
+    async def own_folder(self, version: VersionId) -> Path:
+        """Return the folder of a version on this host, once it is there; StoreError."""
+
     def release(self, version: VersionId) -> None:
         """Have all of them delete a version."""
 
@@ -36,6 +39,9 @@ class OwnStore:
     async def fetch(self, version: VersionId) -> None: ...
 
     async def folder(self, instance: InstanceId, version: VersionId) -> Path:
+        return await self.own_folder(version)
+
+    async def own_folder(self, version: VersionId) -> Path:
         return await asyncio.to_thread(self.store.folder, version)
 
     def release(self, version: VersionId) -> None: ...

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from dora.adapter_files import Proof
 from dora.core.strategies import Pause
 
 #: `stop`: an end token; `length`: the token budget is used up; `abort`: `InferenceEngine.stop` was called.
@@ -156,13 +157,13 @@ class InferenceEngine(Protocol):
     async def clear_adapters(self, url: str, *, timeout_s: float) -> None:
         """Unload the adapters of earlier controllers; ConfigError if the server has adapters of others."""
 
-    async def load_adapter(self, url: str, *, name: str, folder: Path, timeout_s: float) -> None:
-        """Load the adapter in `folder` beside others, while requests run, and prove that answers under `name` come from
-        it. After a RemoteError the server may have it, and must be made to unload it."""
+    async def load_adapter(self, url: str, *, name: str, folder: Path, proof: Proof, timeout_s: float) -> None:
+        """Load the adapter in `folder` beside others, while requests run, and compare what the server computes under
+        `name` with `proof`. After a RemoteError the server may have it, and must be made to unload it."""
 
-    async def unload_adapter(self, url: str, *, name: str, folder: Path | None, timeout_s: float) -> None:
-        """Unload an adapter that no request uses; with `folder`, prove first that it is still the one in the folder
-        (`AdapterDisproved`: it is not, and stays loaded). An adapter that the server does not have counts as unloaded.
+    async def unload_adapter(self, url: str, *, name: str, proof: Proof | None, timeout_s: float) -> None:
+        """Unload an adapter that no request uses; with `proof`, compare first (`AdapterDisproved`: it is another one,
+        and stays loaded). An adapter that the server does not have counts as unloaded.
         """
 
     def sending(

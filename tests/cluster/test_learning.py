@@ -63,12 +63,16 @@ def test_a_version_passes_each_interface_once(network: Network, slow_model: Path
     assert_run_is_right(found.folder)
 
 
+def rewards_of_length(folder: Path) -> str:
+    """Rewards that differ between random answers, so that the weights change."""
+    (rewards := folder / "rewards.py").write_text("def reward(response):\n    return len(response) % 5\n")
+    return f'[{{kind="function", name="{rewards}:reward"}}]'
+
+
 def test_deltas_take_a_fraction_of_each_interface(network: Network, slow_model: Path, tmp_path: Path) -> None:  # noqa: F811
-    # A reward that differs between random answers, so that the weights change.
-    (rewards := tmp_path / "rewards.py").write_text("def reward(response):\n    return len(response) % 5\n")
     changes = {
         "model__path": slow_model,
-        "task__rewards": f'[{{kind="function", name="{rewards}:reward"}}]',
+        "task__rewards": rewards_of_length(tmp_path),
         "trainer__learning_rate": 1e-6,
         "trainer__publish_dtype": "bfloat16",
         "nodes__deltas": 100,  # version 0 is sent whole
@@ -89,6 +93,26 @@ def test_only_adapters_pass_each_interface(network: Network, slow_model: Path) -
     for name in ("node-1", "node-2", "controller"):
         received, _ = found.counted[name]
         assert received < LARGEST_ADAPTER * versions, (name, versions, found.counted)
+    assert_run_is_right(found.folder)
+
+
+def test_servers_of_nodes_hold_versions_as_adapters(network: Network, slow_model: Path, tmp_path: Path) -> None:  # noqa: F811
+    """A version is its adapter alone, also as it passes from host to host, and each proves itself."""
+    changes = {
+        "model__path": slow_model,
+        "task__rewards": rewards_of_length(tmp_path),
+        "trainer__lora__rank": 4,
+        "trainer__learning_rate": 1e-3,
+        "engine__adapters": True,
+        "rollout__max_staleness": 2,
+    }
+    found = finished(network, LARGE | changes)
+    published = events_of(found.folder, ev.VersionPublished)
+    assert all(not name.startswith("model") for event in published for name in event.files)
+    assert sum(event.num_bytes for event in published) < 1e7
+    deep = run_to_end("audit", "--deep", str(found.folder.root))
+    assert deep.returncode == 0, deep.stdout
+    assert events_of(found.folder, ev.VersionUnloaded)
     assert_run_is_right(found.folder)
 
 

@@ -20,10 +20,6 @@ def refused(*overrides: str) -> str:
     ("overrides", "says"),
     [
         (["nodes.address=h:1"], "nodes.address: cannot listen on h:1; write it as tcp://HOST:PORT"),
-        (
-            ["engine.adapters=true", "trainer.lora.rank=8"],
-            "engine.adapters: not yet with nodes that keep versions of their own",
-        ),
         (["nodes.max=3"], "nodes.max: 3 is less than nodes.expected (4)"),
         (["nodes.train=5"], "nodes.train: 5 of 4 nodes (nodes.expected) cannot train"),
         (["nodes.train=4"], "nodes.expected: 4 nodes train and none is left to roll out; raise it, or lower"),

@@ -6,18 +6,22 @@ import itertools
 import json
 from array import array
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from dora.adapter_files import PROOF, Proof
 from dora.config.schema import RewardConfig, SourceConfig, TaskConfig
 from dora.controller import effects
 from dora.controller.evaluations import EvalSet, Evaluations
+from dora.controller.holders import OwnStore
 from dora.controller.in_flight import InFlight
 from dora.controller.inbox import Inbox
 from dora.controller.published import Published
+from dora.controller.served import ServedAdapters
 from dora.controller.trajectories import Trajectories
 from dora.core import commands as cmd
 from dora.core import events as ev
@@ -31,7 +35,7 @@ from dora.seed.policy import path as seed_path
 from dora.tasks.pool import GraderPool
 from dora.tasks.prompts import open_stream
 from dora.tasks.tokenizer import load_tokenizer
-from dora.weights.store import VersionStore
+from dora.weights.store import ADAPTER, VersionStore
 from tests.controller.fakes import (
     MAX_NEW_TOKENS,
     RUN_ID,
@@ -459,3 +463,82 @@ async def test_prompts_are_kept_by_group_until_the_source_is_dry(io: Surrounding
     assert [io.trajectories.prompts[GroupId(g)].text for g in range(3)] == ["a0=", "a1=", "a2="]
     none = await io.fetch(cmd.FetchPrompts(GroupId(3), 2))
     assert none == ev.PromptsArrived(3.0, GroupId(3), (), True)
+
+
+@dataclass(frozen=True)
+class OtherHost(OwnStore):
+    """Servers of another host, which has versions elsewhere."""
+
+    async def folder(self, instance: InstanceId, version: VersionId) -> Path:
+        return Path(f"/there/v{version}")
+
+
+@dataclass
+class Adapters:
+    """The effects on adapters, of servers on another host."""
+
+    load: effects.LoadAdapter
+    unload: effects.UnloadAdapter
+    served: ServedAdapters
+
+
+LOAD = cmd.PushWeights(InstanceId(0), 3, VersionId(5))
+UNLOAD = cmd.UnloadVersion(InstanceId(0), 4, VersionId(5), load=3)
+
+
+@pytest.fixture
+def adapters(io: Surroundings, store: VersionStore, tmp_path: Path) -> Adapters:
+    """Version 5 is an adapter with its proof, version 6 one without."""
+    for version, files in ((5, {PROOF: msgspec.json.encode(Proof("float32", [1, 2, 3], [-0.5, -0.25]))}), (6, {})):
+        staged = store.stage(VersionId(version))
+        (staged / ADAPTER).mkdir()
+        (staged / "config.json").write_bytes(b"{}")
+        for name, data in files.items():
+            (staged / ADAPTER / name).write_bytes(data)
+        store.seal(VersionId(version), staged)
+    holders, served = OtherHost(store), ServedAdapters(RUN_ID, 0, {InstanceId(0): "base"})
+    return Adapters(
+        effects.LoadAdapter(io.engine, io.fleet, holders, io.published, served, 5.0, io.now),
+        effects.UnloadAdapter(io.engine, io.fleet, holders, served, 5.0, io.now),
+        served,
+    )
+
+
+def computes(server: ScriptedServer, *logprobs: float) -> None:
+    """Have the server load and unload adapters, and compute these log-probs of a prompt."""
+    for path in ("/load_lora_adapter", "/unload_lora_adapter"):
+        server.says(path, {"success": True, "loaded_adapters": {}})
+    triples = [[None, 1, None], *([logprob, 2, None] for logprob in logprobs)]
+    server.says("/generate", {"meta_info": {"input_token_logprobs": triples}})
+
+
+async def test_a_server_reads_an_adapter_where_its_host_has_it_and_is_compared_with_the_proof_here(
+    adapters: Adapters, server: ScriptedServer
+) -> None:
+    computes(server, -0.5, -0.25)
+    loaded = await adapters.load(LOAD)
+    assert loaded == ev.WeightPushFinished(1.0, InstanceId(0), 3, 5)
+    name = adapters.served.adapter(InstanceId(0), VersionId(5))
+    assert server.calls[0] == ("/load_lora_adapter", {"lora_name": name, "lora_path": "/there/v5/adapter"})
+    unloaded = await adapters.unload(UNLOAD)
+    assert unloaded == ev.VersionUnloaded(2.0, InstanceId(0), 4)
+    assert server.paths() == ["/load_lora_adapter", "/generate", "/generate", "/unload_lora_adapter"]
+
+
+async def test_an_adapter_that_computes_otherwise_is_disproved_and_then_unloaded_as_it_is(
+    adapters: Adapters, server: ScriptedServer
+) -> None:
+    computes(server, -0.5, -0.25)
+    await adapters.load(LOAD)
+    computes(server, -0.5, -0.75)
+    failed = await adapters.unload(UNLOAD)
+    assert isinstance(failed, ev.VersionUnloadFailed)
+    assert failed.disproved
+    assert await adapters.unload(UNLOAD) == ev.VersionUnloaded(3.0, InstanceId(0), 4)
+
+
+async def test_an_adapter_without_a_proof_is_not_loaded(adapters: Adapters, server: ScriptedServer) -> None:
+    failed = await adapters.load(cmd.PushWeights(InstanceId(0), 3, VersionId(6)))
+    assert isinstance(failed, ev.WeightPushFailed)
+    assert "proof.json: cannot tell which adapter a server has" in failed.reason
+    assert server.calls == []

@@ -17,7 +17,7 @@ from dora.engine.errors import AdapterDisproved, RequestRefused
 from dora.engine.names import adapter_name
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.engine import SglangEngine
-from dora.errors import ConfigError, RemoteError
+from dora.errors import ConfigError
 from tests.embedded.adapted import AdaptedReference, write_adapter
 from tests.embedded.conftest import model_a  # noqa: F401 - a fixture
 from tests.engine.adapter_server import serving_adapters
@@ -35,10 +35,12 @@ class Served:
     engine: SglangEngine
 
     async def load(self, name: str, folder: Path) -> None:
-        await self.engine.load_adapter(self.url, name=name, folder=folder, timeout_s=30)
+        proof = read_proof(folder)
+        await self.engine.load_adapter(self.url, name=name, folder=folder, proof=proof, timeout_s=30)
 
     async def unload(self, name: str, folder: Path | None) -> None:
-        await self.engine.unload_adapter(self.url, name=name, folder=folder, timeout_s=30)
+        proof = read_proof(folder) if folder is not None else None
+        await self.engine.unload_adapter(self.url, name=name, proof=proof, timeout_s=30)
 
     async def loaded(self) -> set[str]:
         return {*await self.client.adapters(self.url)}
@@ -112,17 +114,11 @@ async def test_an_adapter_that_was_replaced_under_its_name_is_found_before_it_go
 
 
 @pytest.mark.parametrize("damaged", [None, b"", b"[]", b'{"dtype": "float32", "token_ids": [1], "logprobs": []}'])
-async def test_an_adapter_without_a_proof_is_not_served(
-    served: Served,
-    folders: list[Path],
-    damaged: bytes | None,
-) -> None:
-    folder, _ = folders
-    (folder / PROOF).unlink()
+def test_a_damaged_proof_is_named(tmp_path: Path, damaged: bytes | None) -> None:
     if damaged is not None:
-        (folder / PROOF).write_bytes(damaged)
-    with pytest.raises(RemoteError, match=r"proof\.json: cannot tell which adapter a server has"):
-        await served.load("dora-1", folder)
+        (tmp_path / PROOF).write_bytes(damaged)
+    with pytest.raises(ConfigError, match=r"proof\.json: cannot tell which adapter a server has"):
+        read_proof(tmp_path)
 
 
 @pytest.mark.timeout(30)

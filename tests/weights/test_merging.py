@@ -188,7 +188,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "another type": (edited(lambda recipe: recipe.update(scale="1")), "Expected `float`, got `str`"),
     "endless": (edited(lambda recipe: recipe.update(scale=1e400)), "number out of range|malformed|invalid"),
     "twice": (edited(lambda recipe: recipe["tensors"].append(recipe["tensors"][0])), "a tensor is named twice"),
-    "missing": (edited(lambda recipe: recipe["tensors"].clear()), "would have another checksum"),
+    "missing": (edited(lambda recipe: recipe["tensors"].clear()), "its files would be others"),
     "huge": (of_q_proj(shape=[1 << 47, 1 << 47]), "no tensor 'q_proj.weight' of shape"),
     "larger": (of_q_proj(shape=[1 << 49, 64]), "Expected `int` <= "),
     "negative": (of_q_proj(shape=[-200, 64]), "Expected `int` >= 0"),

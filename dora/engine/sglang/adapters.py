@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from pathlib import Path
 from typing import Final
 
-from dora.adapter_files import read_proof
+from dora.adapter_files import Proof
 from dora.engine.api import AdapterNeeds
 from dora.engine.errors import AdapterDisproved, RequestRefused
 from dora.engine.names import ADAPTER_PREFIX
@@ -25,20 +24,20 @@ from dora.errors import ConfigError, RemoteError
 FIRST_RELEASE: Final = (0, 5, 23)
 
 
-async def load(client: EngineClient, url: str, *, name: str, folder: Path, seen_as: str, timeout_s: float) -> None:
-    """Load an adapter from its folder, which the server sees as `seen_as`, and have it prove itself."""
+async def load(client: EngineClient, url: str, *, name: str, folder: str, proof: Proof, timeout_s: float) -> None:
+    """Load an adapter from its folder, as the server sees it, and have it prove itself."""
     try:
         async with asyncio.timeout(timeout_s):
-            await client.load_adapter(url, name, seen_as, timeout_s=timeout_s)
-            await _prove(client, url, name=name, folder=folder, timeout_s=timeout_s)
+            await client.load_adapter(url, name, folder, timeout_s=timeout_s)
+            await _prove(client, url, name=name, proof=proof, timeout_s=timeout_s)
     except TimeoutError as err:
         raise RemoteError(f"{url}: the load of {name} did not end within {timeout_s:g} s") from err
 
 
-async def unload(client: EngineClient, url: str, *, name: str, folder: Path | None, timeout_s: float) -> None:
-    """Unload an adapter and, with `folder`, have it prove itself first."""
-    if folder is not None:
-        await _prove(client, url, name=name, folder=folder, timeout_s=timeout_s)
+async def unload(client: EngineClient, url: str, *, name: str, proof: Proof | None, timeout_s: float) -> None:
+    """Unload an adapter and, with `proof`, have it prove itself first."""
+    if proof is not None:
+        await _prove(client, url, name=name, proof=proof, timeout_s=timeout_s)
     try:
         await client.unload_adapter(url, name, timeout_s=timeout_s)  # answered after a load of it that is under way
     except RequestRefused:
@@ -55,14 +54,10 @@ async def clear(client: EngineClient, url: str, *, timeout_s: float) -> None:
         await client.unload_adapter(url, name, timeout_s=timeout_s)
 
 
-async def _prove(client: EngineClient, url: str, *, name: str, folder: Path, timeout_s: float) -> None:
-    try:
-        proof = await asyncio.to_thread(read_proof, folder)
-    except ConfigError as err:
-        raise RemoteError(str(err)) from err
+async def _prove(client: EngineClient, url: str, *, name: str, proof: Proof, timeout_s: float) -> None:
     found = await client.prompt_logprobs(url, proof.token_ids, timeout_s=timeout_s, adapter=name)
     try:
-        require_close(found, proof.logprobs, dtype=proof.dtype, under=folder)
+        require_close(found, proof.logprobs, dtype=proof.dtype, under="the version's adapter")
     except RemoteError as err:
         raise AdapterDisproved(f"{url}: {name} is another adapter: {err}") from err
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 from dora.errors import RemoteError
@@ -13,8 +12,8 @@ from dora.errors import RemoteError
 TOLERANCE: Final = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
-def require_close(found: Sequence[float], expected: Sequence[float], *, dtype: str, under: Path) -> None:
-    """Raise RemoteError unless these are the log-probs under the weights, or the adapter, in a folder."""
+def require_close(found: Sequence[float], expected: Sequence[float], *, dtype: str, under: str) -> None:
+    """Raise RemoteError unless these are the log-probs under the weights or the adapter that `under` names."""
     if len(found) != len(expected):
         raise RemoteError(f"{len(found)} log-probs, expected {len(expected)}")
     differences = [abs(a - b) for a, b in zip(found, expected, strict=True)]

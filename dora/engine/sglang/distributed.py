@@ -122,7 +122,7 @@ class Distributed:
     async def _compare_logprobs(self, server: PushTarget, folder: Path, *, timeout_s: float) -> None:
         expected = await self._score(folder, timeout_s=timeout_s)
         found = await server.prompt_logprobs(expected.token_ids, timeout_s=timeout_s)
-        require_close(found, expected.logprobs, dtype=self._dtype, under=folder)
+        require_close(found, expected.logprobs, dtype=self._dtype, under=str(folder))
 
     async def _score(self, folder: Path, *, timeout_s: float) -> Scored:
         """Return the expected log-probs under these weights, computed once."""

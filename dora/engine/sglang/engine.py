@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dora.adapter_files import Proof
 from dora.core.strategies import Pause
 from dora.engine.api import (
     AdapterNeeds,
@@ -92,12 +93,12 @@ class SglangEngine:
     async def clear_adapters(self, url: str, *, timeout_s: float) -> None:
         await adapters.clear(self.client, url, timeout_s=timeout_s)
 
-    async def load_adapter(self, url: str, *, name: str, folder: Path, timeout_s: float) -> None:
+    async def load_adapter(self, url: str, *, name: str, folder: Path, proof: Proof, timeout_s: float) -> None:
         seen = map_path(folder, self.path_map)
-        await adapters.load(self.client, url, name=name, folder=folder, seen_as=seen, timeout_s=timeout_s)
+        await adapters.load(self.client, url, name=name, folder=seen, proof=proof, timeout_s=timeout_s)
 
-    async def unload_adapter(self, url: str, *, name: str, folder: Path | None, timeout_s: float) -> None:
-        await adapters.unload(self.client, url, name=name, folder=folder, timeout_s=timeout_s)
+    async def unload_adapter(self, url: str, *, name: str, proof: Proof | None, timeout_s: float) -> None:
+        await adapters.unload(self.client, url, name=name, proof=proof, timeout_s=timeout_s)
 
     @asynccontextmanager
     async def sending(
