@@ -21,13 +21,13 @@ from dora.app.checkpoint_time import interval_s, measure_rate, time_of_checkpoin
 from dora.app.episodes import enter_inputs
 from dora.app.estimate import Shapes, lines
 from dora.app.fetch import look
-from dora.app.inputs import Inputs, model_bytes
+from dora.app.inputs import Inputs
 from dora.app.job import enter_graders
 from dora.app.length_check import sample_lengths
 from dora.app.loss_check import check_loss
 from dora.app.managed import ManagedServer
 from dora.app.sample_check import SourceSamples, first_prompts, sample_sources
-from dora.app.settings import SPARE_VERSIONS, settings_of
+from dora.app.settings import SPARE_VERSIONS, settings_of, version_bytes
 from dora.app.speed_check import MeasuredServer, ServerSpeeds, measure_speeds
 from dora.app.trainer_check import CheckedTrainer, check_trainer
 from dora.app.trainer_load import shares_cores, working_trainer
@@ -433,7 +433,7 @@ def _report_plan(config: Config, inputs: Inputs, *, num_samples: int, report: Re
             report("GPUs", f"instance {len(config.engine.urls) + index}: CUDA_VISIBLE_DEVICES={names}")
     for topic, text in lines(config, Shapes.read(inputs.model)):
         report(topic, text)
-    version_mb = model_bytes(inputs.model) * 2 / 2**20
+    version_mb = version_bytes(config, inputs.model) / 2**20
     versions = config.max_staleness + 1 + SPARE_VERSIONS
     report("weights", f"at most {version_mb:.1f} MB per version; in {config.weights.memory_folder} if {versions} "
                       "versions fit there, else in the run folder")  # fmt: skip

@@ -19,6 +19,9 @@ from dora.sim.answers import cap_of
 from dora.sim.server import SimulatedServer
 from dora.sim.workload import AdapterModel, AdapterUse, FleetModel, JobModel, LengthModel, TrainerModel, Workload
 from dora.transport.messages import Configure, LoraSettings, TrainerSettings
+from dora.weights.file_plan import ITEM_BYTES
+from dora.weights.merging import is_weights
+from dora.weights.tensors import tensors_of
 
 #: Number of versions for which the store needs room in addition to the K + 1 live versions: one that is being
 #: evaluated, one that is being published, and one that a push is reading.
@@ -54,10 +57,24 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
 
 
 def live_bytes(config: Config, model: Path) -> int:
-    """Return the size of all versions that may be live at once. A version may be twice as large as the model's files,
-    which may be in FP8."""
+    """Return the size of all versions that may be live at once."""
     bases = 1 if config.nodes.deltas else 0
-    return (config.max_staleness + 1 + SPARE_VERSIONS + bases) * 2 * model_bytes(model)
+    return (config.max_staleness + 1 + SPARE_VERSIONS + bases) * version_bytes(config, model)
+
+
+def version_bytes(config: Config, model: Path) -> int:
+    """Return the largest size of a version: twice that of the model's files, which may be in FP8, or of its adapter."""
+    if not config.engine.adapters:
+        return 2 * model_bytes(model)
+    lora = config.trainer.lora
+    shapes = (
+        tensor.shape
+        for name, tensor in tensors_of(model).items()
+        if name.removesuffix(".weight").rpartition(".")[2] in lora.targets and len(tensor.shape) == 2
+    )
+    matrices = ITEM_BYTES["F32"] * lora.rank * sum(map(sum, shapes))
+    others = sum(path.stat().st_size for path in model.iterdir() if path.is_file() and not is_weights(path.name))
+    return 2 * (matrices + others)
 
 
 def rollout_only_settings(settings: Settings) -> Settings:

@@ -1,7 +1,4 @@
-"""Adapters as the controller will rely on them, on both servers: SGLang 0.5.23, and the embedded engine in its dialect.
-
-The real one has never run these tests: they say what its source says.
-"""
+"""Adapters as the controller relies on them, on both servers: SGLang 0.5.23, and the embedded engine in its dialect."""
 
 from __future__ import annotations
 
