@@ -135,4 +135,90 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "test_a_server_without_room_is_refused_with_the_flags_that_it_lacks",
         ),
     ),
+    *of(
+        "dora/engine/sglang/adapters.py",
+        "tests/engine/test_proofs.py",
+        (
+            "adapter-not-proved-after-its-load",
+            "            await _prove(client, url, name=name, proof=proof, timeout_s=timeout_s)\n",
+            "",
+            "test_an_adapter_with_other_values_is_refused_as_it_is_loaded",
+        ),
+        (
+            "adapter-not-proved-before-its-unload",
+            "        await _prove(client, url, name=name, proof=proof, timeout_s=timeout_s)\n    try:",
+            "        pass\n    try:",
+            "test_an_adapter_that_was_replaced_under_its_name_is_found_before_it_goes",
+        ),
+        (
+            "proof-of-the-weights-without-the-adapter",
+            "timeout_s=timeout_s, adapter=name)",
+            "timeout_s=timeout_s)",
+            "test_an_adapter_is_served_once_it_has_proved_itself",
+        ),
+        (
+            "adapters-of-others-unloaded",
+            "if not name.startswith(ADAPTER_PREFIX)]:",
+            "if False]:",
+            "test_the_adapters_of_an_earlier_controller_are_unloaded_and_those_of_others_stay",
+        ),
+    ),
+    *of(
+        "dora/controller/effects.py",
+        "tests/controller/test_effects.py",
+        (
+            "proof-read-where-servers-have-the-version",
+            "await holders.own_folder(version) / ADAPTER",
+            "await holders.folder(InstanceId(0), version) / ADAPTER",
+            "test_a_server_reads_an_adapter_where_its_host_has_it_and_is_compared_with_the_proof_here",
+        ),
+        (
+            "adapter-not-proved-when-it-goes",
+            "proof = await _proof(self.holders, order.version) if was_confirmed else None",
+            "proof = None",
+            "test_an_adapter_that_computes_otherwise_is_disproved_and_then_unloaded_as_it_is",
+        ),
+        (
+            "disproved-adapter-never-unloaded",
+            "del self.served.loaded[order.instance, order.version]",
+            "pass",
+            "test_an_adapter_that_computes_otherwise_is_disproved_and_then_unloaded_as_it_is",
+        ),
+    ),
+    *of(
+        "dora/trainer/parts.py",
+        "tests/trainer/test_adapters.py",
+        (
+            "adapter-alone-without-a-recipe",
+            "serves_adapters and self._has_recipe()",
+            "serves_adapters",
+            "test_weights_that_are_computed_in_other_ways_are_not_made_on_nodes[FP8]",
+        ),
+        (
+            "weights-beside-adapters-that-are-served",
+            "serves_adapters and self._has_recipe()",
+            "False",
+            "test_weights_are_made_of_a_version_that_is_its_adapter_alone[qwen3-float32]",
+        ),
+    ),
+    *of(
+        "dora/trainer/probe.py",
+        "tests/trainer/test_adapters.py",
+        (
+            "probe-of-the-present-adapter",
+            "        adapters.read(self._folder(version) / ADAPTER, rank=rank)\n",
+            "        self._folder(version)\n",
+            "test_the_probe_uses_the_adapter_of_a_version",
+        ),
+    ),
+    *of(
+        "dora/weights/merging.py",
+        "tests/trainer/test_adapters.py",
+        (
+            "weights-made-of-any-model",
+            "    if checksums_of_model(model) != recipe.model:",
+            "    if False:",
+            "test_weights_are_made_of_a_version_that_is_its_adapter_alone[qwen3-float32]",
+        ),
+    ),
 )

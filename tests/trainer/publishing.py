@@ -163,9 +163,10 @@ def make_publisher(
     dtype: str = "float32",
     report: Callable[[VersionWritten], None] = lambda _: None,
     on_failure: Callable[[BaseException], None] = lambda _: None,
+    serves_adapters: bool = False,
 ) -> Publisher:
     """The publisher of a single rank."""
     return Publisher(
         store, policy=policy, model_path=source, dtype=dtype, words=words_of_ranks(), writers=1, report=report,
-        on_failure=on_failure,
+        on_failure=on_failure, serves_adapters=serves_adapters,
     )  # fmt: skip

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import SETTINGS
+from conftest import SETTINGS, make_batch, make_groups
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
@@ -38,11 +39,13 @@ from dora.trainer.layouts import layout_of
 from dora.trainer.logprobs import logprobs
 from dora.trainer.meshes import make_mesh
 from dora.trainer.model import Policy, build_on_meta
+from dora.trainer.probe import Probe
 from dora.trainer.proof import prove
+from dora.trainer.score import score
 from dora.transport.messages import LoraSettings
 from dora.weights.checkpoints import checkpoints_in
-from dora.weights.merging import Merge
-from dora.weights.store import ADAPTER, Manifest, VersionStore
+from dora.weights.merging import Merge, has_weights, made_of
+from dora.weights.store import ADAPTER, Manifest, StoreError, VersionStore
 from tests.families import FAMILIES as EVERY_FAMILY
 from tests.families import make_config, make_model
 from tests.trainer.peft_trainer import (
@@ -61,6 +64,7 @@ from tests.trainer.peft_trainer import (
 from tests.trainer.publishing import make_publisher, write_version
 from tests.trainer.test_copies import ROW
 from tests.trainer.test_loading import fp8
+from tests.trainer.test_version_probe import compute
 
 TOLERANCE: Final = 1e-10
 #: Dense; dense with a tied head and windows; experts, beside adapted attention; weights that are stored transposed.
@@ -509,10 +513,12 @@ def test_versions_in_16_bits_are_rounded_once(alone: None, models: Path) -> None
     assert torch.equal(merged(policy)[f"{name}.weight"], expected)
 
 
-def publish_one(policy: Policy, model: Path, root: Path, *, dtype: str) -> tuple[Path, Manifest]:
+def publish_one(
+    policy: Policy, model: Path, root: Path, *, dtype: str, serves_adapters: bool = False
+) -> tuple[Path, Manifest]:
     """Publish a version whose adapter is not zero."""
     store = VersionStore(memory_root=root, durable_root=root)
-    publisher = make_publisher(policy, model, store, dtype=dtype)
+    publisher = make_publisher(policy, model, store, dtype=dtype, serves_adapters=serves_adapters)
     move(policy, 0.01)
     publisher.publish(VersionId(0), chain="")
     publisher.close()
@@ -544,8 +550,70 @@ def test_weights_that_are_computed_in_other_ways_are_not_made_on_nodes(alone: No
     if kind == "FP8":
         fp8(model)
     policy = load(model, targets=["down_proj"], rank=129 if kind == "high rank" else 4)
-    _, manifest = publish_one(policy, model, tmp_path / "versions", dtype="float32")
-    assert {name for name in manifest.files if name.startswith(ADAPTER)} == {
-        f"{ADAPTER}/adapter_config.json",
-        f"{ADAPTER}/adapter_model.safetensors",
-    }
+    for serves_adapters in (False, True):  # the weights are there in any case
+        root = tmp_path / str(serves_adapters)
+        _, manifest = publish_one(policy, model, root, dtype="float32", serves_adapters=serves_adapters)
+        assert {name for name in manifest.files if name.startswith(ADAPTER)} == {
+            f"{ADAPTER}/adapter_config.json",
+            f"{ADAPTER}/adapter_model.safetensors",
+        }
+        assert has_weights(manifest)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_made_of_a_version_that_is_its_adapter_alone(
+    alone: None, models: Path, family: str, dtype: str, tmp_path: Path
+) -> None:
+    """To the byte those that are published otherwise, unless the model is another one; and scored as they are."""
+    model, held = models / family, torch.float32 if family == "gemma3_text" else getattr(torch, dtype)
+    found: dict[bool, tuple[Path, Manifest]] = {}
+    for serves_adapters in (False, True):
+        policy = load(model, dtype=held, targets=FAMILIES[family][1].targets, rslora=True)
+        root = tmp_path / str(serves_adapters)
+        found[serves_adapters] = publish_one(policy, model, root, dtype=dtype, serves_adapters=serves_adapters)
+    (whole, _), (folder, manifest) = found[False], found[True]
+    assert not has_weights(manifest)
+    (into := tmp_path / "into").mkdir()
+    merge = Merge(model, folder, manifest, into=into)
+    for name in merge.names:
+        merge.write(name, stop=threading.Event())
+    assert (into / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    if dtype == "float32":
+        tokens, lengths = [[3, 1, 4, 1, 5, 9, 2, 6]], [2]
+        expected = score(whole, tokens, prompt_lengths=lengths, temperature=1.0)
+        scored = score(model, tokens, prompt_lengths=lengths, temperature=1.0, adapter=folder / ADAPTER)
+        np.testing.assert_allclose(scored[0], expected[0], atol=1e-5)
+        assert np.abs(scored[0] - score(model, tokens, prompt_lengths=lengths, temperature=1.0)[0]).max() > 1e-3
+    other = shutil.copytree(model, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    next(iter(tensors.values())).view(-1)[0] += 1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    made_of(model, folder)
+    for use in (lambda: Merge(other, folder, manifest), lambda: made_of(other, folder)):
+        with pytest.raises(StoreError, match="it is not the model that was trained"):
+            use()
+
+
+def test_the_probe_uses_the_adapter_of_a_version(alone: None, models: Path, tmp_path: Path) -> None:
+    """Where servers hold adapters; the policy is the same afterwards, also if the version cannot be read."""
+    policy = load(models / "qwen3")
+    folder, _ = publish_one(policy, models / "qwen3", tmp_path, dtype="float32", serves_adapters=True)
+    store = VersionStore(memory_root=tmp_path, durable_root=tmp_path)
+    batch = make_batch(make_groups(3, version=0, seed=1), step=1, index=0, last=True)
+    settings = msgspec.structs.replace(SETTINGS, probe_tokens=10_000, serves_adapters=True)
+
+    def close(sampled_P: Tensor) -> dict[str, float]:
+        probe = Probe(store, policy=policy, layout=layout_of(policy.model), settings=settings)
+        probe.add(batch, range(len(batch.lengths)), compute(policy, batch), sampled_P)
+        return probe.close()
+
+    sampled_P = compute(policy, batch)
+    move(policy, 0.02)
+    before = {name: shard.clone() for name, shard in policy.shards().items() if PROXIMAL not in name}
+    found = close(sampled_P)
+    assert found["engine_mismatch_k3"] < 1e-9
+    assert found["version_drift_k3"] > 1e-6
+    (folder / ADAPTER / "adapter_model.safetensors").unlink()
+    assert close(sampled_P)["probe_skipped"] == 1.0
+    assert all(torch.equal(policy.shards()[name], shard) for name, shard in before.items())
