@@ -65,6 +65,8 @@ class Turn:
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     finish: Literal["stop", "length"] = "stop"  # length: the server ended it early, at a limit of its own
+    num_tokens: int = 0  # that were sampled
+    num_prompt_tokens: int = 0  # of the conversation before it
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,16 @@ and a fork begins a new row with a prefix of an earlier row. So each sampled tok
 
 from __future__ import annotations
 
-import json
 import re
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
 
 from dora.environments.api import Turn
+from dora.environments.messages import arguments_key, assistant_message
 from dora.environments.renderer import Message, Renderer, RenderingFailed, Tool
 from dora.journal.rows import EpisodeRow, Fork, answer_bound, row_ids, rows_of
 
@@ -120,6 +120,7 @@ class Episode:
             finish=finish,
             first_call=self._num_calls,
         )
+        turn = replace(turn, num_tokens=len(row) - self._start, num_prompt_tokens=self._start)
         self._num_calls += len(turn.calls)
         branch.turns.append(_TurnAt(self._start, len(row), len(branch.messages)))
         branch.messages.append(assistant_message(turn))
@@ -217,22 +218,6 @@ def sampled_turns(mask: bytes | bytearray) -> list[tuple[int, int]]:
     return [turn.span() for turn in re.finditer(b"\x01+", mask)]
 
 
-def assistant_message(turn: Turn) -> dict[str, Any]:
-    """Return a turn as a message; text that is not a valid call stays in the content."""
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in turn.calls
-        if call.arguments is not None
-    ]
-    texts = [turn.content, *(call.text for call in turn.calls if call.arguments is None)]
-    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(text for text in texts if text)}
-    if turn.reasoning:
-        message["reasoning_content"] = turn.reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
 class _Function(msgspec.Struct):
     name: str
     arguments: dict[str, Any] | str
@@ -288,16 +273,7 @@ def _key(message: Message) -> tuple[Any, ...]:
     if not isinstance(content, str):
         content = "".join(part.get("text", "") for part in content)
     calls = [call["function"] for call in message.get("tool_calls") or ()]
-    return message.get("role"), content, *((call["name"], _arguments(call["arguments"])) for call in calls)
-
-
-def _arguments(arguments: object) -> str:
-    """Return a call's arguments in one form; some clients send them as text."""
-    try:
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        value = arguments
-    return json.dumps(value, sort_keys=True, default=repr)
+    return message.get("role"), content, *((call["name"], arguments_key(call["arguments"])) for call in calls)
 
 
 def _common_prefix(left: Sequence[Any], right: Sequence[Any]) -> int:

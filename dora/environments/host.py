@@ -74,10 +74,11 @@ def main() -> None:
     setup = json.loads(hello)
     try:
         make = build(setup)
-        kind = type(make())
+        one = make()
     except ConfigError as err:
         return write_frame(replies, _encode({"id": setup["id"], "type": "refused", "reason": str(err)}))
-    traits = {"can_replay": kind.can_replay, "gives_rewards": kind.step is not ToolEnvironment.step}
+    gives_rewards = type(one).step is not ToolEnvironment.step
+    traits = {"can_replay": bool(one.can_replay), "gives_rewards": gives_rewards}
     write_frame(replies, _encode({"id": setup["id"], "type": "ready", "protocol": PROTOCOL, **traits}))
     asyncio.run(_Host(setup, make).serve(requests, replies))
 

@@ -1,0 +1,284 @@
+"""Agents that drive themselves: programs of the user that know a base URL and a key, and call the policy as a model.
+
+    [environment]
+    name = "dora.environments.agent:Agent"
+    options = { command = ["python", "agent.py"] }
+
+A program is started for each episode. It gets the task's row as one line of JSON on stdin, and in OPENAI_BASE_URL and
+OPENAI_API_KEY a session of its own (sessions.py). The episode ends with the program. Its last line may be the reward,
+a number; else the task's rewards grade the episode. With `warm` a program is started once, and serves many episodes.
+
+Invariant: a program ends with its episode, and a warm one with its host; nothing of DORA's settings is in its
+environment. Its Python need not be that of the host, which needs aiohttp and msgspec.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from dora.environments.api import End, Environment, Observation, Reset, Turn
+from dora.environments.chat import ChatRequest
+from dora.environments.sessions import Session, SessionEnded, SessionServer
+
+#: Longest line that a program may print; of longer output the end counts.
+MAX_LINE: Final = 1 << 20
+#: Seconds that a program has to end by itself once its session has ended.
+GRACE_S: Final = 2.0
+_COLUMN: Final = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+class AgentFailed(Exception):
+    """A program that cannot go on, which fails its episode."""
+
+
+class Agent(Environment):
+    """One episode of a program.
+
+    `command`: its arguments; of a program for each episode, {column} stands for that column of the row. `warm`: it
+    reads a line of JSON for each episode from stdin, {"episode": N, "row": {...}, "base_url": URL, "api_key": KEY}, any
+    number of them at a time, and prints {"episode": N, "reward": NUMBER or null} or {"episode": N, "error": TEXT}.
+    `replays`: the program makes the same requests again if it gets the same replies, and does no harm by that; then an
+    episode goes on after its host or the controller was lost.
+    """
+
+    def __init__(self, command: Sequence[str], warm: bool = False, replays: bool = False) -> None:
+        if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
+            raise ValueError('command must be a list of texts, such as ["python", "agent.py"]')
+        self.can_replay = replays  # type: ignore[misc]  # here an option, and not of the class
+        self._command, self._is_warm = tuple(command), warm
+        self._session: Session | None = None
+        self._program: _Program | None = None
+        self._running: asyncio.Task[float | None] | None = None
+
+    async def reset(self, row: dict[str, Any]) -> Reset:
+        """Start the program, and wait for its first request."""
+        session = self._session = (await _server()).open()
+        if self._is_warm:
+            worker = await _worker(self._command)
+            self._running = asyncio.create_task(worker.run(session, row), name=f"episode of {session.url}")
+        else:
+            self._program = _Program(_filled(self._command, row), session)
+            self._running = asyncio.create_task(self._program.run(row), name=f"agent of {session.url}")
+        self._running.add_done_callback(self._on_end)
+        try:
+            asked = await session.next_request()
+        except SessionEnded:
+            await self._reward(None)  # says why it ended, if it failed
+            raise AgentFailed("the agent ended before its first request") from None
+        return Reset(session.recorded(asked.messages), asked.tools)
+
+    async def step(self, turn: Turn) -> Observation | End:
+        """Answer the program's request, and wait for its next one, or for its end."""
+        assert self._session is not None
+        self._session.answer(turn)
+        try:
+            asked: ChatRequest = await self._session.next_request()
+        except SessionEnded as end:
+            return End(await self._reward(end.reward))
+        return Observation(self._session.recorded(asked.messages), rewrites=True)
+
+    async def close(self) -> None:
+        """End the session, and the program if it has not ended."""
+        if self._session is not None:
+            if self._session.counts:
+                told = ", ".join(f"{cause}: {count}" for cause, count in sorted(self._session.counts.items()))
+                sys.stderr.write(f"| session {self._session.number}: without effect, queued or repeated: {told}\n")
+            (await _server()).close(self._session)
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+        if self._program is not None:
+            await self._program.kill()
+
+    def _on_end(self, running: asyncio.Task[float | None]) -> None:
+        if not running.cancelled():
+            running.exception()  # a failure is raised where the reward is awaited, if it is
+        if self._session is not None:
+            self._session.end()
+
+    async def _reward(self, given: float | None) -> float | None:
+        """Return the reward: what the agent gave to its session, else what its program printed. AgentFailed if the
+        program failed."""
+        assert self._running is not None
+        if given is not None:
+            await asyncio.wait([self._running], timeout=GRACE_S)
+            return given
+        return await self._running
+
+
+class _Program:
+    """A process that serves one episode."""
+
+    def __init__(self, command: Sequence[str], session: Session) -> None:
+        self._command = command
+        self._session = session
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self, row: Mapping[str, Any]) -> float | None:
+        """Run it to its end; return the reward in its last line. AgentFailed unless its exit code is 0."""
+        process = self._process = await _started(self._command, _environment(self._session))
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with suppress(ConnectionError):
+            process.stdin.write(json.dumps(row).encode() + b"\n")
+            await process.stdin.drain()
+        process.stdin.close()
+        last = b""
+        while line := await _line(process.stdout):
+            last = line if line.strip() else last
+            sys.stderr.write(f"| {line.decode(errors='replace').rstrip()[:1000]}\n")
+        if code := await process.wait():
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            raise AgentFailed(f"{self._command[0]} ended with {how}; its output is in the log of the host")
+        return _number(last)
+
+    async def kill(self) -> None:
+        """End it with all that it has started in its session."""
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+
+
+class _Worker:
+    """A warm process, which serves many episodes."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[float | None]] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self.has_ended = False
+
+    async def start(self) -> None:
+        """Start it."""
+        self._process = await _started(self._command, _environment(None))
+        self._reading = asyncio.create_task(self._read(), name=f"lines of {self._command[0]}")
+
+    async def run(self, session: Session, row: Mapping[str, Any]) -> float | None:
+        """Have it serve an episode; return the reward. AgentFailed if it says so, or ends."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        if self.has_ended:
+            raise AgentFailed(f"{self._command[0]} has ended; its output is in the log of the host")
+        number = next(self._numbers)
+        done: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = done
+        order = {"episode": number, "row": row, "base_url": f"{session.url}/v1", "api_key": session.key}
+        with suppress(ConnectionError):
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            await self._process.stdin.drain()
+        try:
+            return await done
+        finally:
+            del self._waiting[number]
+
+    async def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        while line := await _line(self._process.stdout):
+            try:
+                said = json.loads(line)
+                done, error, reward = self._waiting.get(said["episode"]), said.get("error"), _number(said.get("reward"))
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                sys.stderr.write(f"| {line.decode(errors='replace').rstrip()[:1000]}\n")
+                continue
+            if done is None or done.done():
+                continue
+            if error is not None:
+                done.set_exception(AgentFailed(str(error)[:1000]))
+            else:
+                done.set_result(reward)
+        self.has_ended = True
+        code = await self._process.wait()
+        for done in self._waiting.values():
+            if not done.done():
+                done.set_exception(AgentFailed(f"{self._command[0]} ended with exit code {code}"))
+
+
+def _number(text: Any) -> float | None:
+    """Return a finite number that is written there, if any."""
+    with suppress(ValueError, TypeError):
+        return reward if math.isfinite(reward := float(text)) else None
+    return None
+
+
+def _filled(command: Sequence[str], row: Mapping[str, Any]) -> list[str]:
+    """Return a command with the columns of a row in place of their names.
+
+    >>> _filled(["solve", "--task={prompt}", "{other}"], {"prompt": "1+1"})
+    ['solve', '--task=1+1', '{other}']
+    """
+
+    def column(found: re.Match[str]) -> str:
+        return str(row[found[1]]) if found[1] in row else found[0]
+
+    return [_COLUMN.sub(column, word) for word in command]
+
+
+def _environment(session: Session | None) -> dict[str, str]:
+    """Return the variables of a program, which finds its session there."""
+    found = {name: value for name, value in os.environ.items() if not name.startswith("DORA_")}
+    if session is not None:
+        found |= {"OPENAI_BASE_URL": f"{session.url}/v1", "OPENAI_API_KEY": session.key, "DORA_SESSION": session.url}
+    return found
+
+
+async def _started(command: Sequence[str], environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+    try:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=environment,
+            limit=MAX_LINE,
+            start_new_session=True,  # so that all that it starts ends with it
+        )
+    except OSError as err:
+        raise AgentFailed(f"{command[0]} cannot be started: {err.strerror}") from err
+
+
+async def _line(stream: asyncio.StreamReader) -> bytes:
+    """Return the next line, or of a longer one its next part; b"" at the end."""
+    try:
+        return await stream.readuntil()
+    except asyncio.IncompleteReadError as err:
+        return err.partial
+    except asyncio.LimitOverrunError:
+        return await stream.read(MAX_LINE)
+
+
+_shared: dict[str, Any] = {}  # the server of this process, and its warm programs by command
+
+
+async def _server() -> SessionServer:
+    """Return the server of this process, which listens from the first episode on."""
+    async with _shared.setdefault("lock", asyncio.Lock()):
+        if "server" not in _shared:
+            server = SessionServer()
+            await server.start()
+            _shared["server"] = server
+    server = _shared["server"]
+    assert isinstance(server, SessionServer)
+    return server
+
+
+async def _worker(command: tuple[str, ...]) -> _Worker:
+    """Return the warm program of this process; another one if it has ended."""
+    async with _shared.setdefault("lock", asyncio.Lock()):
+        worker = _shared.get("worker")
+        if not isinstance(worker, _Worker) or worker.has_ended:
+            worker = _shared["worker"] = _Worker(command)
+            await worker.start()
+    return worker

@@ -1,0 +1,239 @@
+"""The chat API of OpenAI as a session speaks it: what a request may ask for, and the reply that a turn becomes.
+
+Sampling is the run's: behavior log-probs must be the trainer's, so what a client sets is left aside, and what would
+change the distribution or the number of answers is refused. Invariant: a reply is a function of its number and its
+turn, so that a session that is repeated gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import msgspec
+
+from dora.environments.api import Message, Turn
+from dora.environments.messages import arguments_key, assistant_message
+
+#: Settings of sampling that a client may give, and that have no effect.
+LEFT_ASIDE: Final = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "max_tokens")
+
+
+class Refused(Exception):
+    """A request that is not carried out: an HTTP status, and one line."""
+
+    def __init__(self, message: str, *, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class _Body(msgspec.Struct):
+    """What is read of a request; other fields are ignored."""
+
+    messages: list[dict[str, Any]]
+    model: str = ""
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    stop: str | list[str] | None = None
+    n: int | None = None
+    logit_bias: Any = None
+    response_format: Any = None
+    logprobs: Any = None
+    temperature: Any = None
+    top_p: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    seed: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A conversation that an agent wants to have continued."""
+
+    model: str
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    stop: tuple[str, ...]
+    streams: bool
+    wants_usage: bool
+    left_aside: tuple[str, ...]  # settings without effect
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """Return what a request asks for; Refused if that is not supported."""
+    try:
+        asked = msgspec.json.decode(body, type=_Body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
+        raise Refused(f"the body is not a chat request: {err}") from err
+    _require_supported(asked)
+    messages = [_message(message) for message in asked.messages]
+    if not messages or messages[-1]["role"] == "assistant":
+        raise Refused("messages: the last one must be one that the model can answer")
+    tools = [] if asked.tool_choice == "none" else asked.tools or []
+    given = [name for name in LEFT_ASIDE if getattr(asked, name) is not None]
+    if asked.max_completion_tokens is not None and "max_tokens" not in given:
+        given.append("max_tokens")
+    return ChatRequest(
+        model=asked.model,
+        messages=messages,
+        tools=tools,
+        stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
+        streams=bool(asked.stream),
+        wants_usage=asked.stream_options is not None and asked.stream_options.include_usage,
+        left_aside=tuple(given),
+    )
+
+
+def _require_supported(asked: _Body) -> None:
+    if asked.n not in (None, 1):
+        raise Refused(f"n: a session samples one answer at a time, not {asked.n}; repeat the request instead")
+    if asked.logit_bias:
+        raise Refused("logit_bias: would change what the policy samples")
+    kind = asked.response_format.get("type") if isinstance(asked.response_format, dict) else asked.response_format
+    if kind not in (None, "text"):
+        raise Refused(f"response_format: {str(kind)[:40]!r} would change what the policy samples; only text is served")
+    if asked.tool_choice not in (None, "auto", "none"):
+        raise Refused("tool_choice: the policy decides whether it calls a tool; only auto and none are served")
+    if asked.logprobs:
+        raise Refused("logprobs: are not in the replies of a session")
+
+
+def _message(message: dict[str, Any]) -> Message:
+    """Return a message with the fields that count, its content as text."""
+    role = message.get("role")
+    role = "system" if role == "developer" else role  # some templates have no other
+    if role not in ("system", "user", "assistant", "tool"):
+        raise Refused(f"messages: the role {str(role)[:40]!r} is not served")
+    kept: Message = {"role": role, "content": _text(message.get("content"))}
+    if role == "tool":
+        if not isinstance(message.get("tool_call_id"), str):
+            raise Refused("messages: a result of a tool has no tool_call_id")
+        kept["tool_call_id"] = message["tool_call_id"]
+    if role == "assistant" and message.get("tool_calls"):
+        kept["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    if role == "assistant" and isinstance(message.get("reasoning_content"), str):
+        kept["reasoning_content"] = message["reasoning_content"]
+    return kept
+
+
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise Refused(f"messages: content of type {str(kind)[:40]!r} is not served, only text")
+    return "".join(part["text"] for part in parts)
+
+
+def _call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refused("messages: a call without the name of its function")
+    arguments = function.get("arguments", {})
+    if not isinstance(arguments, str | dict):
+        raise Refused(f"messages: the arguments of {function['name'][:40]!r} are neither text nor an object")
+    return {
+        "id": str(call.get("id", "")),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+@dataclass(frozen=True)
+class Said:
+    """A turn as the agent was told, and as the episode has it."""
+
+    returned: Message
+    recorded: Message
+
+
+def said(turn: Turn, *, stop: Sequence[str]) -> Said:
+    """Return what a turn becomes in a conversation. The text that is returned ends before a string of `stop`."""
+    recorded = assistant_message(turn)
+    text = recorded["content"]
+    cuts = [at for word in stop if word and (at := text.find(word)) >= 0]
+    return Said({**recorded, "content": text[: min(cuts)] if cuts else text}, recorded)
+
+
+def as_recorded(messages: Sequence[Message], turns: Sequence[Said]) -> list[Message]:
+    """Return a conversation in which what the agent repeats of earlier turns is as the episode has it.
+
+    An agent may drop reasoning, strip spaces, or write the arguments of a call in another way.
+    """
+    known = {_loose(turn.returned): turn.recorded for turn in turns}
+    return [known.get(_loose(message), message) if message["role"] == "assistant" else message for message in messages]
+
+
+def _loose(message: Message) -> tuple[Any, ...]:
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return message["content"].strip(), *((call["name"], arguments_key(call["arguments"])) for call in calls)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The reply to a request, made of a turn."""
+
+    number: str  # of the session and of the turn in it
+    model: str
+    turn: Turn
+    message: Message
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
+        return "tool_calls" if self.message.get("tool_calls") else self.turn.finish
+
+    def whole(self) -> bytes:
+        """Return the body of a reply in one piece."""
+        message = {**self._message(), "role": "assistant", "refusal": None}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self.finish_reason}
+        return msgspec.json.encode(self._head("chat.completion") | {"choices": [choice], "usage": self._usage()})
+
+    def events(self, *, wants_usage: bool) -> Iterator[bytes]:
+        """Yield the events of a stream, all of them at once: the turn is complete when its tokens are on the disk."""
+        head = self._head("chat.completion.chunk") | ({"usage": None} if wants_usage else {})
+        message = self._message()
+        calls = [{"index": index, **call} for index, call in enumerate(message.pop("tool_calls", ()))]
+        deltas = [{"role": "assistant", "content": ""}, *({name: text} for name, text in message.items() if text)]
+        deltas += [{"tool_calls": calls}] if calls else []
+        for delta in deltas:
+            yield _event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+        yield _event(head | {"choices": [{"index": 0, "delta": {}, "finish_reason": self.finish_reason}]})
+        if wants_usage:
+            yield _event(head | {"choices": [], "usage": self._usage()})
+        yield b"data: [DONE]\n\n"
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": f"chatcmpl-{self.number}", "object": kind, "created": 0, "model": self.model}
+
+    def _message(self) -> dict[str, Any]:
+        """Return the message without its role; arguments of calls are text in this API."""
+        is_a_call_alone = bool(self.message.get("tool_calls")) and not self.message["content"]
+        found: dict[str, Any] = {"content": None if is_a_call_alone else self.message["content"]}
+        if self.message.get("reasoning_content"):
+            found["reasoning_content"] = self.message["reasoning_content"]
+        if calls := self.message.get("tool_calls"):
+            found["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+                for call in calls
+            ]
+        return found
+
+    def _usage(self) -> dict[str, int]:
+        prompt, sampled = self.turn.num_prompt_tokens, self.turn.num_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"

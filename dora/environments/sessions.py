@@ -1,0 +1,302 @@
+"""Sessions: the chat API over HTTP for agents that drive themselves, one session for each episode.
+
+A session is known by its URL and its key. Its requests are answered one after the other, in the order in which they
+came. A request becomes an observation, and waits for the turn that the policy samples after it. The turn comes when its
+tokens are on the disk, so a reply that an agent has is never lost. Until then a stream gets comments, and a reply in
+one piece begins with spaces, so that no client gives up.
+
+Clients repeat a request whose reply they did not get. One that repeats the last request gets the reply of that: if it
+says so (`x-stainless-retry-count`), or if the reply was not written in full. Any other is a new turn, and an equal body
+a new sample. Invariant: a request that is no such repetition is handed over once, and at most one waits for a turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from aiohttp import web
+
+from dora.environments.api import Message, Turn
+from dora.environments.chat import ChatRequest, Refused, Reply, Said, as_recorded, read_request, said
+
+#: Seconds between signs of life while a reply is awaited.
+SIGN_S: Final = 10.0
+#: Largest body of a request: a conversation of some million characters.
+MAX_BYTES: Final = 8 << 20
+#: Requests of one session that may wait at a time.
+MAX_WAITING: Final = 16
+#: Header of the clients of OpenAI: how often a request was sent before.
+RETRIES: Final = "x-stainless-retry-count"
+_REWARD: Final = "reward"
+
+
+class SessionEnded(Exception):
+    """The agent has ended its session; `reward`: what it gave itself, if it did."""
+
+    def __init__(self, reward: float | None = None) -> None:
+        super().__init__("the session has ended")
+        self.reward = reward
+
+
+@dataclass(eq=False)
+class _Exchange:
+    """A request, and its reply once there is one."""
+
+    body: bytes
+    asked: ChatRequest
+    reply: asyncio.Future[Reply]
+    was_written: bool = False
+
+
+@dataclass(eq=False)
+class Session:
+    """One session: its owner takes the requests, and gives the turns that answer them."""
+
+    number: int
+    key: str
+    url: str
+    counts: dict[str, int] = field(default_factory=dict)  #: what was set aside, repeated or queued, by cause
+
+    def __post_init__(self) -> None:
+        self._taken: asyncio.Queue[_Exchange] = asyncio.Queue()
+        self._one_at_a_time = asyncio.Lock()
+        self._last: _Exchange | None = None  # that was handed over
+        self._current: _Exchange | None = None  # that waits for a turn
+        self._ended: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
+        self._num_waiting = 0
+        self._turns: list[Said] = []
+        self._tools: list[dict[str, object]] | None = None
+
+    # --- for its owner
+
+    async def next_request(self) -> ChatRequest:
+        """Wait for a request, and return it with the agent's own turns as they were recorded; SessionEnded if the agent
+        ends first."""
+        taking = asyncio.ensure_future(self._taken.get())
+        first: list[asyncio.Future[Any]] = [taking, self._ended]
+        try:
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done():
+                raise SessionEnded(self._ended.result())
+            self._current = taking.result()
+        finally:
+            taking.cancel()
+        return self._current.asked
+
+    def answer(self, turn: Turn) -> None:
+        """Answer the request that was taken last."""
+        exchange, self._current = self._current, None
+        assert exchange is not None, "a turn that no request waits for"
+        told = said(turn, stop=exchange.asked.stop)
+        self._turns.append(told)
+        reply = Reply(f"{self.number}-{len(self._turns)}", exchange.asked.model, turn, told.returned)
+        if not exchange.reply.done():
+            exchange.reply.set_result(reply)
+
+    def recorded(self, messages: list[Message]) -> list[Message]:
+        """Return a conversation with the turns of this session as they were recorded."""
+        return as_recorded(messages, self._turns)
+
+    def end(self, reward: float | None = None) -> None:
+        """End the session: no request is taken any more, and those that wait are refused."""
+        if not self._ended.done():
+            self._ended.set_result(reward)
+
+    # --- for its agent
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request of the chat API."""
+        body = await request.read()
+        exchange = self._repeated(body, request)
+        if exchange is None:
+            asked = read_request(body)
+            exchange = _Exchange(body, asked, asyncio.get_running_loop().create_future())
+            return await self._in_turn(exchange, request)
+        self._count("retries")
+        return await self._write(exchange, request)
+
+    def _repeated(self, body: bytes, request: web.Request) -> _Exchange | None:
+        """Return the last exchange if the request repeats it."""
+        last = self._last
+        if last is None or last.body != body:
+            return None
+        return last if request.headers.get(RETRIES, "0") != "0" or not last.was_written else None
+
+    async def _in_turn(self, exchange: _Exchange, request: web.Request) -> web.StreamResponse:
+        """Hand a request over once the earlier ones are answered."""
+        if self._num_waiting >= MAX_WAITING:
+            raise Refused(f"{MAX_WAITING} requests of this session wait already", status=429)
+        self._num_waiting += 1
+        if self._one_at_a_time.locked():
+            self._count("parallel requests")
+        try:
+            async with self._one_at_a_time:
+                self._hand_over(exchange)
+                return await self._write(exchange, request)
+        finally:
+            self._num_waiting -= 1
+
+    def _hand_over(self, exchange: _Exchange) -> None:
+        if self._ended.done():
+            raise Refused("the session has ended", status=409)
+        asked = exchange.asked
+        if self._tools is None:
+            self._tools = asked.tools
+        if asked.tools != self._tools:
+            raise Refused("tools: must be those of the first request of the session")
+        for name in asked.left_aside:
+            self._count(name)
+        self._last = exchange
+        self._taken.put_nowait(exchange)
+
+    async def _write(self, exchange: _Exchange, request: web.Request) -> web.StreamResponse:
+        """Write the reply when it is there, and signs of life before."""
+        exchange.was_written = False
+        streams = exchange.asked.streams
+        response = web.StreamResponse()
+        response.content_type = "text/event-stream" if streams else "application/json"
+        try:
+            while not await self._is_decided(exchange.reply):
+                await _begin(response, request)
+                await response.write(b": waiting\n\n" if streams else b" ")
+            if not exchange.reply.done():
+                return _refuse(response, request)
+            reply = exchange.reply.result()
+            await _begin(response, request)
+            if streams:
+                await response.write(b"".join(reply.events(wants_usage=exchange.asked.wants_usage)))
+            else:
+                await response.write(reply.whole())
+            await response.write_eof()
+            exchange.was_written = True
+        except ConnectionError:  # the agent has gone, or asks again
+            pass
+        return response
+
+    async def _is_decided(self, reply: asyncio.Future[Reply]) -> bool:
+        """Wait a while for the reply or the end of the session."""
+        first: list[asyncio.Future[Any]] = [reply, self._ended]
+        done, _ = await asyncio.wait(first, timeout=SIGN_S, return_when=asyncio.FIRST_COMPLETED)
+        return bool(done)
+
+    def give_reward(self, body: bytes) -> None:
+        """End the session with the reward that its agent gives; Refused if that is no number."""
+        try:
+            reward = json.loads(body)[_REWARD]
+            is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+            is_number = False
+        if not is_number:
+            raise Refused('the body must be {"reward": NUMBER}')
+        if self._ended.done():
+            raise Refused("the session has ended", status=409)
+        self.end(float(reward))
+
+    def _count(self, cause: str) -> None:
+        self.counts[cause] = self.counts.get(cause, 0) + 1
+
+
+async def _begin(response: web.StreamResponse, request: web.Request) -> None:
+    if not response.prepared:
+        await response.prepare(request)
+
+
+def _refuse(response: web.StreamResponse, request: web.Request) -> web.StreamResponse:
+    """Say that the session has ended; a reply that has begun is broken off."""
+    if not response.prepared:
+        raise Refused("the session has ended", status=409)
+    if request.transport is not None:
+        request.transport.abort()
+    return response
+
+
+class SessionServer:
+    """The HTTP server of all sessions of a process, on loopback."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[int, Session] = {}
+        self._numbers = 0
+        self._base = ""
+        self._runner: web.AppRunner | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[SessionServer]:
+        """Serve while the context is open."""
+        await self.start()
+        try:
+            yield self
+        finally:
+            await self.stop()
+
+    async def start(self) -> None:
+        """Listen on a free port of loopback."""
+        app = web.Application(client_max_size=MAX_BYTES, middlewares=[_refusals])
+        app.router.add_post("/sessions/{number}/v1/chat/completions", self._chat)
+        app.router.add_get("/sessions/{number}/v1/models", self._models)
+        app.router.add_post("/sessions/{number}/reward", self._reward)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self._base = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        """End all sessions, and stop listening."""
+        for session in [*self._sessions.values()]:
+            self.close(session)
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def open(self) -> Session:
+        """Begin a session."""
+        self._numbers += 1
+        url = f"{self._base}/sessions/{self._numbers}"
+        session = self._sessions[self._numbers] = Session(self._numbers, secrets.token_urlsafe(24), url)
+        return session
+
+    def close(self, session: Session) -> None:
+        """End a session and forget it."""
+        session.end()
+        self._sessions.pop(session.number, None)
+
+    def _session(self, request: web.Request) -> Session:
+        """Return the session of a request, whose key it must have; Refused says the same of a session that is not
+        there."""
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        with suppress(ValueError):
+            session = self._sessions.get(int(request.match_info["number"]))
+            if session is not None and secrets.compare_digest(given.encode(), session.key.encode()):
+                return session
+        raise Refused("no session of this number has this key", status=401)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._session(request).chat(request)
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._session(request)
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "dora"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _reward(self, request: web.Request) -> web.StreamResponse:
+        self._session(request).give_reward(await request.read())
+        return web.json_response({})
+
+
+@web.middleware
+async def _refusals(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Turn a refusal into the error of the API."""
+    try:
+        return await handler(request)
+    except Refused as err:
+        kind = "authentication_error" if err.status == 401 else "invalid_request_error"
+        content = {"error": {"message": str(err), "type": kind, "param": None, "code": None}}
+        return web.json_response(content, status=err.status)

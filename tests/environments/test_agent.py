@@ -1,0 +1,140 @@
+"""Programs that drive themselves as environments: their requests, their ends, and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dora.environments import agent as agents
+from dora.environments.agent import Agent, AgentFailed
+from dora.environments.api import End, Observation, Turn
+
+SCRIPT = str(Path(__file__).with_name("calling_agent.py"))
+ROW = {"prompt": "2+2"}
+
+
+@pytest.fixture(autouse=True)
+async def shared(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[dict[str, Any]]:
+    """What a host has of its own."""
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(agents, "_shared", found)
+    monkeypatch.setenv("DORA_TOKEN", "secret")
+    yield found
+    if (worker := found.get("worker")) is not None and worker._process.returncode is None:
+        worker._process.kill()
+        await worker._reading
+    if "server" in found:
+        await found["server"].stop()
+
+
+def program(what: str, **options: Any) -> Agent:
+    return Agent([sys.executable, SCRIPT, what], **options)
+
+
+async def test_an_episode_is_what_the_program_asks_and_ends_with_its_last_line() -> None:
+    agent = program("twice")
+    reset = await agent.reset(ROW)
+    assert [*reset.messages] == [{"role": "user", "content": "2+2"}]
+    seen = await agent.step(Turn("four", reasoning="easy"))
+    assert isinstance(seen, Observation)
+    assert seen.rewrites
+    recorded = {"role": "assistant", "content": "four", "reasoning_content": "easy"}
+    assert [*seen.messages] == [*reset.messages, recorded, {"role": "user", "content": "and then?"}]
+    assert await agent.step(Turn("five")) == End(reward=4.0)
+    await agent.close()
+
+
+async def test_the_reward_is_what_the_session_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "GRACE_S", 0.1)
+    agent = program("rewarding")
+    await agent.reset(ROW)
+    assert await agent.step(Turn("4")) == End(reward=0.25)
+    await agent.close()
+    assert_nothing_runs()
+
+
+@pytest.mark.parametrize(
+    ("what", "says"), [("early", "the agent ended before its first request"), ("failing", "ended with exit code 3")]
+)
+async def test_a_program_that_fails_fails_its_episode(what: str, says: str) -> None:
+    agent = program(what)
+
+    async def play() -> None:
+        await agent.reset(ROW)
+        await agent.step(Turn("4"))
+
+    with pytest.raises(AgentFailed, match=says):
+        await play()
+    await agent.close()
+
+
+async def test_a_program_that_cannot_be_started_is_named() -> None:
+    agent = Agent(["/no/such/program"])
+    with pytest.raises(AgentFailed, match=r"^/no/such/program cannot be started: No such file or directory$"):
+        await agent.reset(ROW)
+    await agent.close()
+
+
+async def test_a_program_and_what_it_started_end_with_its_episode(tmp_path: Path) -> None:
+    agent = program("children")
+    await agent.reset(ROW | {"pid": str(tmp_path / "pid")})
+    await agent.step(Turn("4"))
+    child = psutil.Process(int((tmp_path / "pid").read_text()))
+    await agent.close()
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert_nothing_runs()
+
+
+async def test_a_silent_program_can_be_left() -> None:
+    agent = program("silent")
+    await agent.reset(ROW)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await agent.step(Turn("4"))
+    await agent.close()
+    assert_nothing_runs()
+
+
+async def test_a_warm_program_serves_many_episodes_and_is_replaced_when_it_ends(shared: dict[str, Any]) -> None:
+    found = [program("warm", warm=True) for _ in range(5)]
+    await asyncio.gather(*(agent.reset({"prompt": str(n)}) for n, agent in enumerate(found)))
+    ends = await asyncio.gather(*(agent.step(Turn("x" * n)) for n, agent in enumerate(found)))
+    assert ends == [End(reward=float(n)) for n in range(5)]
+    worker = shared["worker"]
+    failing, ending, later = program("warm", warm=True), program("warm", warm=True), program("warm", warm=True)
+    await failing.reset(ROW | {"error": "no\nway"})
+    with pytest.raises(AgentFailed, match="no"):
+        await failing.step(Turn("4"))
+    with pytest.raises(AgentFailed, match="ended with exit code 4"):
+        await ending.reset(ROW | {"end": True})
+    await later.reset(ROW)
+    assert shared["worker"] is not worker
+    assert await later.step(Turn("4")) == End(reward=1.0)
+    for agent in (*found, failing, ending, later):
+        await agent.close()
+
+
+@pytest.mark.parametrize("command", ["agent.py", [], [1], None])
+def test_a_command_is_a_list_of_texts(command: Any) -> None:
+    with pytest.raises(ValueError, match=r"^command must be a list of texts"):
+        Agent(command)
+
+
+def assert_nothing_runs() -> None:
+    running = [p for p in psutil.Process(os.getpid()).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    assert not [p.cmdline() for p in running if SCRIPT in p.cmdline()]
+
+
+def test_rows_are_given_as_they_are() -> None:
+    row = {"prompt": "{other}", "other": "x"}
+    assert agents._filled(["a", "{prompt}", "{missing}", "{}"], row) == ["a", "{other}", "{missing}", "{}"]
+    assert json.loads(json.dumps(row)) == row

@@ -1,0 +1,270 @@
+"""Sessions over HTTP: each request once, repeated replies byte for byte, and nothing for those without the key."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from dora.environments import sessions
+from dora.environments.api import ToolCall, Turn
+from dora.environments.sessions import MAX_WAITING, Session, SessionEnded, SessionServer
+
+ASK = {"model": "m", "messages": [{"role": "user", "content": "2+2"}]}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[SessionServer]:
+    async with SessionServer().running() as server:
+        yield server
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as http:
+        yield http
+
+
+class Caller:
+    """An agent that calls its session."""
+
+    def __init__(self, session: Session, http: aiohttp.ClientSession) -> None:
+        self.session, self.http = session, http
+
+    async def post(self, body: Any, *, path: str = "/v1/chat/completions", **headers: str) -> tuple[int, bytes]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        given = {"Authorization": f"Bearer {self.session.key}", **headers}
+        async with self.http.post(self.session.url + path, data=data, headers=given) as response:
+            return response.status, await response.read()
+
+    def begin(self, body: Any, **headers: str) -> asyncio.Task[tuple[int, bytes]]:
+        return asyncio.create_task(self.post(body, **headers))
+
+
+@pytest.fixture
+async def caller(server: SessionServer, http: aiohttp.ClientSession) -> Caller:
+    return Caller(server.open(), http)
+
+
+class Counted(dict[str, int]):
+    """Counts that say when something was counted."""
+
+    def __init__(self) -> None:
+        self.changed = asyncio.Event()
+
+    def __setitem__(self, cause: str, count: int) -> None:
+        super().__setitem__(cause, count)
+        self.changed.set()
+
+
+def error(reply: tuple[int, bytes]) -> tuple[int, str]:
+    return reply[0], json.loads(reply[1])["error"]["message"]
+
+
+async def test_a_request_waits_for_its_turn_and_gets_it(caller: Caller) -> None:
+    asking = caller.begin(ASK | {"tools": TOOLS, "temperature": 0.1, "max_tokens": 5})
+    asked = await caller.session.next_request()
+    assert asked.messages == [{"role": "user", "content": "2+2"}]
+    assert asked.tools == TOOLS
+    calls = (ToolCall("call_0", "add", {"a": 2}), ToolCall("call_1", "", None, "<tool_call>{</tool_call>"))
+    caller.session.answer(Turn("so", "hm", calls, num_tokens=7, num_prompt_tokens=12))
+    status, body = await asking
+    reply = json.loads(body)
+    assert status == 200
+    [choice] = reply["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"] == {
+        "role": "assistant",
+        "refusal": None,
+        "content": "so\n<tool_call>{</tool_call>",
+        "reasoning_content": "hm",
+        "tool_calls": [{"id": "call_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}],
+    }
+    assert reply["usage"] == {"prompt_tokens": 12, "completion_tokens": 7, "total_tokens": 19}
+    assert caller.session.counts == {"temperature": 1, "max_tokens": 1}
+
+
+@pytest.mark.parametrize(("calls", "content"), [((), ""), ((ToolCall("c", "add", {}),), None)])
+async def test_an_empty_turn_has_text_and_a_call_alone_has_none(
+    caller: Caller, calls: tuple[ToolCall, ...], content: str | None
+) -> None:
+    asking = caller.begin(ASK)
+    await caller.session.next_request()
+    caller.session.answer(Turn("", calls=calls))
+    assert json.loads((await asking)[1])["choices"][0]["message"]["content"] == content
+
+
+async def test_one_that_says_that_it_is_repeated_gets_the_same_bytes_and_is_not_handed_over(caller: Caller) -> None:
+    counts = caller.session.counts = Counted()
+    first = caller.begin(ASK)
+    await caller.session.next_request()
+    joined = caller.begin(ASK, **{"x-stainless-retry-count": "1"})
+    await counts.changed.wait()
+    assert counts == {"retries": 1}
+    caller.session.answer(Turn("4"))
+    later = await caller.post(ASK, **{"x-stainless-retry-count": "2"})
+    assert await first == await joined == later
+    assert later[0] == 200
+    again = caller.begin(ASK)  # it has the reply, and samples again
+    assert (await caller.session.next_request()).messages == ASK["messages"]
+    caller.session.answer(Turn("5"))
+    assert (await again)[1] != later[1]
+
+
+async def test_an_equal_body_whose_reply_was_not_written_is_a_repetition(caller: Caller) -> None:
+    counts = caller.session.counts = Counted()
+    broken = caller.begin(ASK)
+    await caller.session.next_request()
+    broken.cancel()
+    await asyncio.wait([broken])
+    again = caller.begin(ASK)
+    await counts.changed.wait()
+    assert counts == {"retries": 1}
+    caller.session.answer(Turn("4"))
+    assert json.loads((await again)[1])["choices"][0]["message"]["content"] == "4"
+
+
+async def test_parallel_requests_are_handed_over_one_after_the_other(caller: Caller) -> None:
+    asking = [caller.begin({"messages": [{"role": "user", "content": str(n)}]}) for n in range(3)]
+    seen = []
+    for _ in range(3):
+        asked = await caller.session.next_request()
+        seen.append(asked.messages[0]["content"])
+        caller.session.answer(Turn(f"to {seen[-1]}"))
+    replies = [json.loads((await task)[1])["choices"][0]["message"]["content"] for task in asking]
+    assert replies == ["to 0", "to 1", "to 2"]
+    assert sorted(seen) == ["0", "1", "2"]
+    assert caller.session.counts == {"parallel requests": 2}
+
+
+async def test_a_flood_is_bounded(caller: Caller) -> None:
+    asking = [caller.begin({"messages": [{"role": "user", "content": str(n)}]}) for n in range(MAX_WAITING + 5)]
+    refused = [task async for task in _done(asking, 5)]
+    assert {error(task.result()) for task in refused} == {(429, "16 requests of this session wait already")}
+    for task in asking:
+        task.cancel()
+
+
+async def _done(tasks: list[asyncio.Task[Any]], number: int) -> AsyncIterator[asyncio.Task[Any]]:
+    left = set(tasks)
+    for _ in range(number):
+        done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        left |= {*list(done)[1:]}
+        yield next(iter(done))
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no JSON": (b"{", "the body is not a chat request"),
+    "no messages": ({}, "missing required field `messages`"),
+    "empty": ({"messages": []}, "the last one must be one that the model can answer"),
+    "a turn at the end": ({"messages": [{"role": "assistant", "content": "4"}]}, "the last one must be one"),
+    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not served"),
+    "a role": ({"messages": [{"role": "critic", "content": ""}]}, "the role 'critic' is not served"),
+    "no id": ({"messages": [{"role": "tool", "content": "1"}]}, "has no tool_call_id"),
+    "several": (ASK | {"n": 2}, "n: a session samples one answer at a time, not 2"),
+    "bias": (ASK | {"logit_bias": {"5": 1}}, "logit_bias: would change"),
+    "a grammar": (ASK | {"response_format": {"type": "json_object"}}, "'json_object' would change"),
+    "a forced call": (ASK | {"tool_choice": "required"}, "tool_choice: the policy decides"),
+    "log-probs": (ASK | {"logprobs": True}, "logprobs: are not in the replies"),
+    "deep": (b'{"messages": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "the body is not a chat request"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+async def test_what_is_not_served_is_refused_and_not_handed_over(caller: Caller, what: str) -> None:
+    body, says = REFUSED[what]
+    status, message = error(await caller.post(body))
+    assert status == 400
+    assert says in message
+    assert "\n" not in message
+    asking = caller.begin(ASK)
+    assert (await caller.session.next_request()).messages == ASK["messages"]
+    caller.session.answer(Turn("4"))
+    assert (await asking)[0] == 200
+
+
+async def test_a_body_of_100_megabytes_is_refused(caller: Caller) -> None:
+    given = {"Authorization": f"Bearer {caller.session.key}"}
+    body = io.BytesIO(bytes(100 << 20))
+    url = f"{caller.session.url}/v1/chat/completions"
+    async with caller.http.post(url, data=body, headers=given) as response:
+        assert response.status == 413
+
+
+async def test_a_key_opens_its_own_session_alone(server: SessionServer, caller: Caller) -> None:
+    other = server.open()
+    for url, key in ((other.url, caller.session.key), (caller.session.url, ""), (f"{other.url}99", other.key)):
+        stranger = Caller(Session(0, key, url), caller.http)
+        for path in ("/v1/chat/completions", "/reward"):
+            status, message = error(await stranger.post(ASK, path=path))
+            assert (status, message) == (401, "no session of this number has this key")
+    async with caller.http.get(f"{other.url}/v1/models") as response:
+        assert response.status == 401
+
+
+async def test_tools_stay_those_of_the_first_request(caller: Caller) -> None:
+    asking = caller.begin(ASK | {"tools": TOOLS})
+    await caller.session.next_request()
+    caller.session.answer(Turn("4"))
+    await asking
+    assert error(await caller.post(ASK)) == (400, "tools: must be those of the first request of the session")
+
+
+async def test_a_reward_ends_the_session_once(caller: Caller) -> None:
+    for body in (b"{", b"[]", b"{}", b'{"reward": "1"}', b'{"reward": NaN}', b'{"reward": true}', b'{"reward": 1e999}'):
+        assert error(await caller.post(body, path="/reward")) == (400, 'the body must be {"reward": NUMBER}')
+    waiting = caller.begin(ASK)
+    await caller.session.next_request()
+    assert (await caller.post({"reward": 0.5}, path="/reward"))[0] == 200
+    with pytest.raises(SessionEnded) as ended:
+        await caller.session.next_request()
+    assert ended.value.reward == 0.5
+    assert error(await waiting) == (409, "the session has ended")
+    assert error(await caller.post({"reward": 1}, path="/reward")) == (409, "the session has ended")
+    assert error(await caller.post(ASK)) == (409, "the session has ended")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_signs_of_life_come_before_a_late_reply(
+    caller: Caller, streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "SIGN_S", 0.01)
+    url, key = f"{caller.session.url}/v1", caller.session.key
+    async with openai.AsyncOpenAI(base_url=url, api_key=key, timeout=10.0, max_retries=0) as client:
+        asking = asyncio.create_task(
+            client.chat.completions.create(model="m", messages=ASK["messages"], stream=streams)  # type: ignore[call-overload]
+        )
+        await caller.session.next_request()
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+        caller.session.answer(Turn("4", calls=(ToolCall("c", "add", {"a": 1}),)))
+        if streams:
+            chunks = [chunk async for chunk in await asking]
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "4"
+            [call] = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+            assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
+            assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        else:
+            reply = await asking
+            assert reply.choices[0].message.content == "4"
+            assert reply.choices[0].message.tool_calls[0].function.arguments == '{"a": 1}'
+
+
+async def test_the_text_ends_before_a_stop_string_and_the_record_does_not(caller: Caller) -> None:
+    asking = caller.begin(ASK | {"stop": ["Observation:", "never"]})
+    await caller.session.next_request()
+    caller.session.answer(Turn("Action: add \nObservation: 5"))
+    told = json.loads((await asking)[1])["choices"][0]["message"]["content"]
+    assert told == "Action: add \n"
+    for again in (told, told.strip()):
+        history = [*ASK["messages"], {"role": "assistant", "content": again}, {"role": "user", "content": "4"}]
+        assert caller.session.recorded(history)[1]["content"] == "Action: add \nObservation: 5"
+    other = [{"role": "assistant", "content": "Action: sub"}]
+    assert caller.session.recorded(other) == other
