@@ -188,8 +188,10 @@ def run(*, processes: int, fleets: Sequence[str]) -> bool:
     wanted = [cell for cell in curve_cells() if cell.fleet in fleets]
     _require_current()
     calibration = calibrate()
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
         _search_plans(wanted, calibration, pool)
+    with ProcessPoolExecutor(processes, mp_context=spawn) as pool:  # others: those of plans do not collect garbage
         return _make_curves(wanted, calibration, pool)
 
 

@@ -25,6 +25,7 @@ print(build(Path(sys.argv[2]), proof=sys.argv[3]))
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DORA_SGLANG_CPU", str(tmp_path / "cache"))
+    monkeypatch.delenv("DORA_SGLANG_RELEASE", raising=False)
     folder = tmp_path / "recipe"
     (folder / "shims").mkdir(parents=True)
     (folder / "requirements.txt").write_text("# nothing\n")
