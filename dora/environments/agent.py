@@ -64,8 +64,8 @@ class Agent(Environment):
         """Start the program, and wait for its first request."""
         session = self._session = (await _server()).open()
         if self._is_warm:
-            worker = await _worker(self._command)
-            self._running = asyncio.create_task(worker.run(session, row), name=f"episode of {session.url}")
+            program = await _warm_program(self._command)
+            self._running = asyncio.create_task(program.run(session, row), name=f"episode of {session.url}")
         else:
             self._program = _Program(_filled(self._command, row), session)
             self._running = asyncio.create_task(self._program.run(row), name=f"agent of {session.url}")
@@ -150,7 +150,7 @@ class _Program:
             await self._process.wait()
 
 
-class _Worker:
+class _WarmProgram:
     """A warm process, which serves many episodes."""
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -274,11 +274,11 @@ async def _server() -> SessionServer:
     return server
 
 
-async def _worker(command: tuple[str, ...]) -> _Worker:
+async def _warm_program(command: tuple[str, ...]) -> _WarmProgram:
     """Return the warm program of this process; another one if it has ended."""
     async with _shared.setdefault("lock", asyncio.Lock()):
-        worker = _shared.get("worker")
-        if not isinstance(worker, _Worker) or worker.has_ended:
-            worker = _shared["worker"] = _Worker(command)
-            await worker.start()
-    return worker
+        program = _shared.get("warm")
+        if not isinstance(program, _WarmProgram) or program.has_ended:
+            program = _shared["warm"] = _WarmProgram(command)
+            await program.start()
+    return program

@@ -21,7 +21,7 @@ from dora.environments.messages import arguments_key, assistant_message
 LEFT_ASIDE: Final = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "max_tokens")
 
 
-class Refused(Exception):
+class ChatRefused(Exception):
     """A request that is not carried out: an HTTP status, and one line."""
 
     def __init__(self, message: str, *, status: int = 400) -> None:
@@ -70,15 +70,15 @@ class ChatRequest:
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """Return what a request asks for; Refused if that is not supported."""
+    """Return what a request asks for; ChatRefused if that is not supported."""
     try:
         asked = msgspec.json.decode(body, type=_Body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
-        raise Refused(f"the body is not a chat request: {err}") from err
+        raise ChatRefused(f"the body is not a chat request: {err}") from err
     _require_supported(asked)
     messages = [_message(message) for message in asked.messages]
     if not messages or messages[-1]["role"] == "assistant":
-        raise Refused("messages: the last one must be one that the model can answer")
+        raise ChatRefused("messages: the last one must be one that the model can answer")
     tools = [] if asked.tool_choice == "none" else asked.tools or []
     given = [name for name in LEFT_ASIDE if getattr(asked, name) is not None]
     if asked.max_completion_tokens is not None and "max_tokens" not in given:
@@ -96,16 +96,18 @@ def read_request(body: bytes) -> ChatRequest:
 
 def _require_supported(asked: _Body) -> None:
     if asked.n not in (None, 1):
-        raise Refused(f"n: a session samples one answer at a time, not {asked.n}; repeat the request instead")
+        raise ChatRefused(f"n: a session samples one answer at a time, not {asked.n}; repeat the request instead")
     if asked.logit_bias:
-        raise Refused("logit_bias: would change what the policy samples")
+        raise ChatRefused("logit_bias: would change what the policy samples")
     kind = asked.response_format.get("type") if isinstance(asked.response_format, dict) else asked.response_format
     if kind not in (None, "text"):
-        raise Refused(f"response_format: {str(kind)[:40]!r} would change what the policy samples; only text is served")
+        raise ChatRefused(
+            f"response_format: {str(kind)[:40]!r} would change what the policy samples; only text is served"
+        )
     if asked.tool_choice not in (None, "auto", "none"):
-        raise Refused("tool_choice: the policy decides whether it calls a tool; only auto and none are served")
+        raise ChatRefused("tool_choice: the policy decides whether it calls a tool; only auto and none are served")
     if asked.logprobs:
-        raise Refused("logprobs: are not in the replies of a session")
+        raise ChatRefused("logprobs: are not in the replies of a session")
 
 
 def _message(message: dict[str, Any]) -> Message:
@@ -113,11 +115,11 @@ def _message(message: dict[str, Any]) -> Message:
     role = message.get("role")
     role = "system" if role == "developer" else role  # some templates have no other
     if role not in ("system", "user", "assistant", "tool"):
-        raise Refused(f"messages: the role {str(role)[:40]!r} is not served")
+        raise ChatRefused(f"messages: the role {str(role)[:40]!r} is not served")
     kept: Message = {"role": role, "content": _text(message.get("content"))}
     if role == "tool":
         if not isinstance(message.get("tool_call_id"), str):
-            raise Refused("messages: a result of a tool has no tool_call_id")
+            raise ChatRefused("messages: a result of a tool has no tool_call_id")
         kept["tool_call_id"] = message["tool_call_id"]
     if role == "assistant" and message.get("tool_calls"):
         kept["tool_calls"] = [_call(call) for call in message["tool_calls"]]
@@ -133,17 +135,17 @@ def _text(content: Any) -> str:
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise Refused(f"messages: content of type {str(kind)[:40]!r} is not served, only text")
+            raise ChatRefused(f"messages: content of type {str(kind)[:40]!r} is not served, only text")
     return "".join(part["text"] for part in parts)
 
 
 def _call(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused("messages: a call without the name of its function")
+        raise ChatRefused("messages: a call without the name of its function")
     arguments = function.get("arguments", {})
     if not isinstance(arguments, str | dict):
-        raise Refused(f"messages: the arguments of {function['name'][:40]!r} are neither text nor an object")
+        raise ChatRefused(f"messages: the arguments of {function['name'][:40]!r} are neither text nor an object")
     return {
         "id": str(call.get("id", "")),
         "type": "function",

@@ -24,7 +24,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from dora.environments.api import Message, Turn
-from dora.environments.chat import ChatRequest, Refused, Reply, Said, as_recorded, read_request, said
+from dora.environments.chat import ChatRequest, ChatRefused, Reply, Said, as_recorded, read_request, said
 
 #: Seconds between signs of life while a reply is awaited.
 SIGN_S: Final = 10.0
@@ -132,7 +132,7 @@ class Session:
     async def _in_turn(self, exchange: _Exchange, request: web.Request) -> web.StreamResponse:
         """Hand a request over once the earlier ones are answered."""
         if self._num_waiting >= MAX_WAITING:
-            raise Refused(f"{MAX_WAITING} requests of this session wait already", status=429)
+            raise ChatRefused(f"{MAX_WAITING} requests of this session wait already", status=429)
         self._num_waiting += 1
         if self._one_at_a_time.locked():
             self._count("parallel requests")
@@ -145,12 +145,12 @@ class Session:
 
     def _hand_over(self, exchange: _Exchange) -> None:
         if self._ended.done():
-            raise Refused("the session has ended", status=409)
+            raise ChatRefused("the session has ended", status=409)
         asked = exchange.asked
         if self._tools is None:
             self._tools = asked.tools
         if asked.tools != self._tools:
-            raise Refused("tools: must be those of the first request of the session")
+            raise ChatRefused("tools: must be those of the first request of the session")
         for name in asked.left_aside:
             self._count(name)
         self._last = exchange
@@ -187,16 +187,16 @@ class Session:
         return bool(done)
 
     def give_reward(self, body: bytes) -> None:
-        """End the session with the reward that its agent gives; Refused if that is no number."""
+        """End the session with the reward that its agent gives; ChatRefused if that is no number."""
         try:
             reward = json.loads(body)[_REWARD]
             is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             is_number = False
         if not is_number:
-            raise Refused('the body must be {"reward": NUMBER}')
+            raise ChatRefused('the body must be {"reward": NUMBER}')
         if self._ended.done():
-            raise Refused("the session has ended", status=409)
+            raise ChatRefused("the session has ended", status=409)
         self.end(float(reward))
 
     def _count(self, cause: str) -> None:
@@ -211,7 +211,7 @@ async def _begin(response: web.StreamResponse, request: web.Request) -> None:
 def _refuse(response: web.StreamResponse, request: web.Request) -> web.StreamResponse:
     """Say that the session has ended; a reply that has begun is broken off."""
     if not response.prepared:
-        raise Refused("the session has ended", status=409)
+        raise ChatRefused("the session has ended", status=409)
     if request.transport is not None:
         request.transport.abort()
     return response
@@ -267,14 +267,14 @@ class SessionServer:
         self._sessions.pop(session.number, None)
 
     def _session(self, request: web.Request) -> Session:
-        """Return the session of a request, whose key it must have; Refused says the same of a session that is not
+        """Return the session of a request, whose key it must have; ChatRefused says the same of a session that is not
         there."""
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         with suppress(ValueError):
             session = self._sessions.get(int(request.match_info["number"]))
             if session is not None and secrets.compare_digest(given.encode(), session.key.encode()):
                 return session
-        raise Refused("no session of this number has this key", status=401)
+        raise ChatRefused("no session of this number has this key", status=401)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._session(request).chat(request)
@@ -296,7 +296,7 @@ async def _refusals(
     """Turn a refusal into the error of the API."""
     try:
         return await handler(request)
-    except Refused as err:
+    except ChatRefused as err:
         kind = "authentication_error" if err.status == 401 else "invalid_request_error"
         content = {"error": {"message": str(err), "type": kind, "param": None, "code": None}}
         return web.json_response(content, status=err.status)

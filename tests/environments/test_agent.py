@@ -28,7 +28,7 @@ async def shared(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[dict[str, Any
     monkeypatch.setattr(agents, "_shared", found)
     monkeypatch.setenv("DORA_TOKEN", "secret")
     yield found
-    if (worker := found.get("worker")) is not None and worker._process.returncode is None:
+    if (worker := found.get("warm")) is not None and worker._process.returncode is None:
         worker._process.kill()
         await worker._reading
     if "server" in found:
@@ -109,7 +109,7 @@ async def test_a_warm_program_serves_many_episodes_and_is_replaced_when_it_ends(
     await asyncio.gather(*(agent.reset({"prompt": str(n)}) for n, agent in enumerate(found)))
     ends = await asyncio.gather(*(agent.step(Turn("x" * n)) for n, agent in enumerate(found)))
     assert ends == [End(reward=float(n)) for n in range(5)]
-    worker = shared["worker"]
+    worker = shared["warm"]
     failing, ending, later = program("warm", warm=True), program("warm", warm=True), program("warm", warm=True)
     await failing.reset(ROW | {"error": "no\nway"})
     with pytest.raises(AgentFailed, match="no"):
@@ -117,7 +117,7 @@ async def test_a_warm_program_serves_many_episodes_and_is_replaced_when_it_ends(
     with pytest.raises(AgentFailed, match="ended with exit code 4"):
         await ending.reset(ROW | {"end": True})
     await later.reset(ROW)
-    assert shared["worker"] is not worker
+    assert shared["warm"] is not worker
     assert await later.step(Turn("4")) == End(reward=1.0)
     for agent in (*found, failing, ending, later):
         await agent.close()

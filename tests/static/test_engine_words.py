@@ -17,7 +17,7 @@ FOLDERS = ("engine/sglang/", "embedded/", "paced/", "config/")
 MAY_KNOW = (*FOLDERS, "engine/engines.py", "cli/processes.py", "learning/sampler.py")
 
 #: Routes and flags that are anybody's.
-COMMON = {"/health", "/metrics", "/ready", "--host", "--port", "--device", "--dtype"}
+COMMON = {"/health", "/metrics", "/ready", "/v1/models", "--host", "--port", "--device", "--dtype"}
 ROUTES = {path for path in vars(protocol).values() if isinstance(path, str) and path.startswith("/")} - COMMON
 FLAGS = {word for word in launch.SGLANG if word.startswith("--")} - COMMON
 FIELDS = {

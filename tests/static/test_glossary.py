@@ -65,8 +65,8 @@ ELSEWHERE = {
     },  # of asyncio; what is learned
     "worker": {"sim"},  # of the graders
 }
-#: Names that stand in journals or in the answer of /status.
-KEPT = {"late_completions", "completion_tokens"}
+#: Names that stand in journals, in the answer of /status or in the API of OpenAI.
+KEPT = {"late_completions", "completion_tokens", "max_completion_tokens"}
 
 
 def cells(line: str) -> list[str]:

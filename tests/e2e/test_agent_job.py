@@ -1,0 +1,65 @@
+"""An agent that drives itself: the job with a tool, played by a program with the client of OpenAI and nothing of ours.
+
+It samples what the environment of the same job samples, and goes on after kills.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.journal.deep import read_kept
+from dora.journal.run_folder import RunFolder
+from dora.journal.tokens import read_tokens
+from tests.e2e.runs import Run, assert_audit_clean, events_of, orders_of, run_to_end, settings
+
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).parents[2]
+SMALL: dict[str, object] = {
+    **{"status__port": 0, "run__steps": 4, "rollout__groups_per_step": 4, "eval__sets": "[]"},
+    **{"rollout__filter_zero_variance": False, "engine__instances": 2, "rollout__max_staleness": 1},
+}
+COMMAND = [sys.executable, str(ROOT / "launch" / "agents" / "lookup.py")]
+
+
+def agent(folder: Path) -> list[str]:
+    options = f"{{command = {json.dumps(COMMAND)}, warm = true, replays = true}}"
+    values = settings(run__folder=folder, environment__options=options, **SMALL)
+    return ["launch/configs/agent-cpu.toml", *values]
+
+
+def answers_of_version_0(folder: RunFolder) -> dict[int, list[int]]:
+    """The tokens of the first step's episodes."""
+    store = read_tokens(folder.tokens, wanted=set(range(4 * 8)))
+    return {id: answer.tokens.tolist() for id, answer in store.answers.items() if id < 4 * 8}
+
+
+def test_it_samples_what_the_environment_of_the_same_job_does_and_outlives_its_controller(tmp_path: Path) -> None:
+    with Run(*agent(tmp_path / "agent"), cwd=ROOT) as run:
+        folder = run.folder
+        run.until_trained(2)
+        run.process.kill()
+        run.end()
+    with Run("--resume", str(folder.root), "--trust-folder", *settings(status__port=0), cwd=ROOT) as run:
+        assert run.end() == 0, run.told()
+    assert [order.reason for order in orders_of(folder, cmd.FinishRun)] == ["all 4 steps are trained"]
+    assert_audit_clean(folder)
+    finished = events_of(folder, ev.CallFinished)
+    assert not [event.failed for event in finished if event.failed]
+    assert all(event.ended == event.graded for event in finished if not event.truncated)
+    assert not [one.forks for one in read_kept(folder.trajectories) if one.forks]
+    deep = run_to_end("audit", str(folder.root), "--deep")
+    assert deep.returncode == 0, deep.stdout
+
+    values = settings(run__folder=tmp_path / "tools", **{**SMALL, "run__steps": 1})
+    assert run_to_end("run", "launch/configs/tools-cpu.toml", *values, cwd=ROOT).returncode == 0
+    [root] = (tmp_path / "tools").iterdir()
+    expected, found = answers_of_version_0(RunFolder(root)), answers_of_version_0(folder)
+    assert len(expected) == 4 * 8
+    assert found == expected
