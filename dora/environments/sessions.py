@@ -24,7 +24,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from dora.environments.api import Message, Turn
-from dora.environments.chat import ChatRequest, ChatRefused, Reply, Said, as_recorded, read_request, said
+from dora.environments.chat import ChatRefused, ChatRequest, Reply, Said, as_recorded, read_request, said
 
 #: Seconds between signs of life while a reply is awaited.
 SIGN_S: Final = 10.0
