@@ -56,7 +56,8 @@ class Renderer:
     def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the tokens of a whole conversation, up to the start of the next turn."""
         try:
-            ids = self._renderer.render_ids([*messages], tools=[*tools] or None, add_generation_prompt=True)
+            told = [*map(self._tokenizer.as_text, messages)]
+            ids = self._renderer.render_ids(told, tools=[*tools] or None, add_generation_prompt=True)
         except _PARSER_ERRORS as err:
             raise RenderingFailed(f"renderer {self.family} rejected the messages: {_reason(err)}") from err
         return list(ids)
@@ -84,7 +85,8 @@ class Renderer:
         """
         before = [*prompt, *sampled]
         try:
-            bridged = self._renderer.bridge_to_next_turn([*prompt], [*sampled], [*messages], tools=[*tools] or None)
+            told = [*map(self._tokenizer.as_text, messages)]
+            bridged = self._renderer.bridge_to_next_turn([*prompt], [*sampled], told, tools=[*tools] or None)
         except _PARSER_ERRORS as err:
             raise RenderingFailed(f"renderer {self.family} rejected the messages: {_reason(err)}") from err
         if bridged is None or len(bridged.token_ids) <= len(before) or bridged.token_ids[: len(before)] != before:

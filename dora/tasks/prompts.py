@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from dora.errors import ConfigError
 from dora.tasks.sources import Row, Source, derive_seed, open_source, require_readable
-from dora.tasks.tokenizer import Tokenizer
+from dora.tasks.tokenizer import Tokenizer, unmarked
 
 if TYPE_CHECKING:
     from dora.config.schema import EvalSetConfig, SourceConfig, TaskConfig
@@ -265,6 +265,7 @@ def _rendered(
     if converse is None:
         text = _text(row, source=source, where=where, task=task, tokenizer=tokenizer)
         tokens = tokenizer.encode(text, special_tokens=not task.chat_template)
+        text = unmarked(text)
     else:
         row = _as_json({**row}, where=where)
         conversation = converse(row, source.label or source.name, where)

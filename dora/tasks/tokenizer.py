@@ -4,12 +4,16 @@ Transformers' tokenizers import torch (1.6-4 s, several hundred MB), which the c
 `tokenizer.json` is read by the `tokenizers` package, which transformers uses as well, and the chat template is rendered
 by jinja2 in the same sandbox and with the same settings (chat_template.py). tests/tasks/test_tokenizer.py compares both
 with transformers.
+
+Messages come from data, tools and agents. If their text spells a control token of the model (`<|im_end|>`), it does not
+become one, or whoever writes a message could end it and begin another one in the name of a user or the policy.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +29,8 @@ Message = Mapping[str, Any]
 
 #: The longest templates of models have 20 kB.
 _MAX_TEMPLATE_BYTES: Final = 1 << 20
+#: Around text that spells a control token; it survives templates. In messages it becomes U+FFFD.
+_SPELLED: Final = "\U0010fffd"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -38,6 +44,7 @@ class Tokenizer:
     _codec: tokenizers.Tokenizer
     _template: ChatTemplate | None  # None: the folder has no chat template
     _special_tokens: Mapping[str, str]
+    _plain: _Plain
 
     @property
     def vocab_size(self) -> int:
@@ -52,8 +59,25 @@ class Tokenizer:
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`. `special_tokens`: add the tokenizer's special tokens (BOS); rendered chats already
         contain them."""
+        if _SPELLED in text:
+            return self._encode_spelled(text)
         ids: list[int] = self._codec.encode(text, add_special_tokens=special_tokens).ids
         return ids
+
+    def _encode_spelled(self, text: str) -> list[int]:
+        """Return the ids of a rendered chat, in which every other part spells a control token."""
+        ids: list[int] = []
+        for number, part in enumerate(text.split(_SPELLED)):
+            ids += self._plain.encode(part) if number % 2 else self.encode(part, special_tokens=False)
+        return ids
+
+    def as_text(self, message: Message) -> Message:
+        """Return a message whose text `encode` turns into ordinary tokens alone."""
+        kept = {**message}
+        for name in ("content", "reasoning_content"):
+            if isinstance(text := message.get(name), str):
+                kept[name] = self._plain.mark(text)
+        return kept
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Return the text of `ids`; rewards receive it without special tokens."""
@@ -71,12 +95,42 @@ class Tokenizer:
             raise ConfigError(f"model.path: {self.folder} has no chat template; add one")
         switch = {} if self.thinking is None else {"enable_thinking": self.thinking}
         return self._template.render(
-            messages=[*messages],
+            messages=[*map(self.as_text, messages)],
             tools=[*tools] or None,
             add_generation_prompt=True,
             **self._special_tokens,
             **switch,
         )
+
+
+class _Plain:
+    """The same tokenizer without control tokens; made when it is first needed, as it takes half a second."""
+
+    def __init__(self, codec: tokenizers.Tokenizer) -> None:
+        special = {token.content for token in codec.get_added_tokens_decoder().values() if token.special}
+        words = [re.escape(word) for word in sorted(special, key=len, reverse=True) if word]
+        self._spelled = re.compile("|".join(words)) if words else None
+        self._codec = codec
+        self._made: tokenizers.Tokenizer | None = None
+
+    def mark(self, text: str) -> str:
+        """Return text in which all that spells a control token is marked."""
+        text = text.replace(_SPELLED, "\ufffd")
+        return self._spelled.sub(rf"{_SPELLED}\g<0>{_SPELLED}", text) if self._spelled is not None else text
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of text that spells control tokens, none of which is among them."""
+        if self._made is None:
+            made = tokenizers.Tokenizer.from_str(self._codec.to_str())
+            made.encode_special_tokens = True
+            self._made = made
+        ids: list[int] = self._made.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def unmarked(text: str) -> str:
+    """Return a rendered chat as people read it."""
+    return text.replace(_SPELLED, "")
 
 
 def load_tokenizer(folder: Path, *, thinking: bool | None = None) -> Tokenizer:
@@ -105,6 +159,7 @@ def load_tokenizer(folder: Path, *, thinking: bool | None = None) -> Tokenizer:
         _codec=codec,
         _template=ChatTemplate(source, file) if source else None,
         _special_tokens=special,
+        _plain=_Plain(codec),
     )
 
 
