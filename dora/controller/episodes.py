@@ -10,6 +10,7 @@ with the recorded tokens and rewards; then it gets the call.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -64,8 +65,11 @@ class Conversations:
         if isinstance(reset, EnvironmentFailed):
             return Conversation(failed=f"the environment failed: {reset.reason}")
         try:
-            messages = conversation_of(reset.messages)
-            tokens = await asyncio.to_thread(self._renderer.begin, messages, tools=reset.tools)
+            if reset.tokens:
+                tokens = self._renderer.require_known(reset.tokens)
+            else:
+                messages = conversation_of(reset.messages)
+                tokens = await asyncio.to_thread(self._renderer.begin, messages, tools=reset.tools)
         except RenderingFailed as err:
             return Conversation(failed=self._pool.fail(episode, EnvironmentFailed("invalid", str(err))).reason)
         await self._pool.close(episode)
@@ -186,7 +190,8 @@ class Episodes:
         )
         if isinstance(reset, EnvironmentFailed):
             return reset
-        if [*reset.messages, *reset.tools] != [*conversation.messages, *conversation.tools]:
+        given = [*(reset.tokens or prompt.tokens)]
+        if [*reset.messages, *reset.tools, given] != [*conversation.messages, *conversation.tools, [*prompt.tokens]]:
             reason = "reset returned other messages or tools than before for the same row"
             return self._pool.fail(trajectory, EnvironmentFailed("invalid", reason))
         episode = Episode(
@@ -213,7 +218,11 @@ class Episodes:
         start = len(episode.tokens)
         episode.append(record.tokens[start:end], record.logprobs[start:end])
         is_cut = episode.tokens[-1] not in self._renderer.stop_ids
-        return episode.end_turn("length" if is_cut else "stop")
+        turn = episode.end_turn("length" if is_cut else "stop")
+        if not self._pool.wants_tokens:
+            return turn
+        ids, logprobs = episode.tokens[start:].tolist(), episode.logprobs[start:].tolist()
+        return dataclasses.replace(turn, token_ids=tuple(ids), logprobs=tuple(logprobs))
 
     def _finished(
         self, order: cmd.CallEnvironment, record: TrajectoryRecord, outcome: Observation | End | EnvironmentFailed
@@ -283,7 +292,9 @@ def _is_lost(outcome: Outcome) -> bool:
 
 def append(episode: Episode, outcome: Observation) -> None:
     """Append what an environment answered to a turn."""
-    if outcome.rewrites:
+    if outcome.tokens:
+        episode.continue_from(outcome.tokens)
+    elif outcome.rewrites:
         episode.rewrite(outcome.messages)
     else:
         episode.observe(outcome.messages)

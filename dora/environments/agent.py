@@ -24,11 +24,11 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from dora.environments.api import End, Environment, Observation, Reset, Turn
-from dora.environments.chat import ChatRequest
 from dora.environments.sessions import Session, SessionEnded, SessionServer
+from dora.environments.token_calls import TokenRequest
 
 #: Longest line that a program may print; of longer output the end counts.
 MAX_LINE: Final = 1 << 20
@@ -50,6 +50,8 @@ class Agent(Environment):
     `replays`: the program makes the same requests again if it gets the same replies, and does no harm by that; then an
     episode goes on after its host or the controller was lost.
     """
+
+    wants_tokens: ClassVar = True
 
     def __init__(self, command: Sequence[str], warm: bool = False, replays: bool = False) -> None:
         if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
@@ -75,6 +77,8 @@ class Agent(Environment):
         except SessionEnded:
             await self._reward(None)  # says why it ended, if it failed
             raise AgentFailed("the agent ended before its first request") from None
+        if isinstance(asked, TokenRequest):
+            return Reset([], tokens=asked.tokens)
         return Reset(session.recorded(asked.messages), asked.tools)
 
     async def step(self, turn: Turn) -> Observation | End:
@@ -82,9 +86,11 @@ class Agent(Environment):
         assert self._session is not None
         self._session.answer(turn)
         try:
-            asked: ChatRequest = await self._session.next_request()
+            asked = await self._session.next_request()
         except SessionEnded as end:
             return End(await self._reward(end.reward))
+        if isinstance(asked, TokenRequest):
+            return Observation([], tokens=asked.tokens)
         return Observation(self._session.recorded(asked.messages), rewrites=True)
 
     async def close(self) -> None:

@@ -67,6 +67,8 @@ class Turn:
     finish: Literal["stop", "length"] = "stop"  # length: the server ended it early, at a limit of its own
     num_tokens: int = 0  # that were sampled
     num_prompt_tokens: int = 0  # of the conversation before it
+    token_ids: tuple[int, ...] = ()  # that were sampled, if the environment `wants_tokens`
+    logprobs: tuple[float, ...] = ()  # one for each of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class Reset:
 
     messages: Sequence[Message]  # at least one
     tools: Sequence[dict[str, Any]] = ()  # OpenAI tool schemas: {"type": "function", "function": {...}}
+    tokens: Sequence[int] = ()  # in place of messages: ids of the model's tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class Observation:
     messages: Sequence[Message]  # at least one; roles user, tool, system
     reward: float = 0.0  # reward of the turn
     rewrites: bool = False  # `messages` replace the whole conversation, turns of the assistant included
+    tokens: Sequence[int] = ()  # in place of messages: the whole conversation as ids of the model's tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +103,11 @@ class Environment:
 
     The arguments of the constructor are `environment.options`. `can_replay`: the same row and turns always lead to the
     same observations and rewards. If the host or the controller is lost, a new object then repeats the recorded turns
-    and the episode continues; a call that had not returned is made again.
+    and the episode continues; a call that had not returned is made again. `wants_tokens`: turns have their token ids.
     """
 
     can_replay: ClassVar[bool] = False
+    wants_tokens: ClassVar[bool] = False
 
     def reset(self, row: dict[str, Any]) -> Reset | Awaitable[Reset]:
         """Begin the episode. `row` has the columns of the task's row."""

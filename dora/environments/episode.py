@@ -70,13 +70,13 @@ class Episode:
         tools: Sequence[Tool] = (),
         prompt: Sequence[int] = (),
     ) -> None:
-        """`messages`: the first prompt; `prompt`: its tokens, if they were rendered for a sibling before.
+        """`messages`: the first prompt, if it is not tokens; `prompt`: its tokens, if they are known.
 
         `max_tokens`: bound of the answer, observations included. `max_row_tokens`: bound of all rows together; None: no
         bound.
         RenderingFailed: `messages` cannot be rendered.
         """
-        conversation = conversation_of(messages)
+        conversation = conversation_of(messages) if messages or not prompt else []
         self.prompt = array("i", prompt or renderer.render(conversation, tools=tools))
         self.tokens = array("i")  #: the answer: sampled tokens and those between turns
         self.mask = bytearray()  #: 1 for a sampled token
@@ -155,6 +155,18 @@ class Episode:
                 keep, added = keep - 1, self._row(row)[keep - 1 : keep].tolist()
             self._branches.append(_Branch(Fork(len(self.tokens), row, keep), conversation))
         self._branches[-1].messages = conversation
+        return self._add(added)
+
+    def continue_from(self, tokens: Sequence[int]) -> int:
+        """Continue with a whole conversation that is given as tokens, as `rewrite` does with messages."""
+        ids = self._renderer.require_known(tokens)
+        shared = [_common_prefix(self._row(row), ids) for row in range(len(self._branches))]
+        row = max(range(len(shared)), key=lambda row: (shared[row], row))
+        keep, added = shared[row], ids[shared[row] :]
+        if not added:  # a turn follows after an earlier token
+            keep, added = keep - 1, ids[keep - 1 : keep]
+        if row < len(self._branches) - 1 or keep < self._row_length():
+            self._branches.append(_Branch(Fork(len(self.tokens), row, keep), []))
         return self._add(added)
 
     def rows(self) -> list[EpisodeRow]:

@@ -78,7 +78,11 @@ def main() -> None:
     except ConfigError as err:
         return write_frame(replies, _encode({"id": setup["id"], "type": "refused", "reason": str(err)}))
     gives_rewards = type(one).step is not ToolEnvironment.step
-    traits = {"can_replay": bool(one.can_replay), "gives_rewards": gives_rewards}
+    traits = {
+        "can_replay": bool(one.can_replay),
+        "gives_rewards": gives_rewards,
+        "wants_tokens": bool(one.wants_tokens),
+    }
     write_frame(replies, _encode({"id": setup["id"], "type": "ready", "protocol": PROTOCOL, **traits}))
     asyncio.run(_Host(setup, make).serve(requests, replies))
 
@@ -171,12 +175,15 @@ class _Host:
         episode.environment = await asyncio.to_thread(self._make)
         reset = await self._run(episode.environment.reset, request["row"])
         _require(reset, Reset, of=episode.environment.reset)
-        return {"type": "reset", "messages": list(reset.messages), "tools": list(reset.tools)}
+        told: Reply = {"type": "reset", "messages": list(reset.messages), "tools": list(reset.tools)}
+        return told | ({"tokens": list(reset.tokens)} if reset.tokens else {})
 
     async def _step(self, request: dict[str, Any], episode: _Hosted) -> Reply:
         assert episode.environment is not None
         result = await self._run(episode.environment.step, _turn(request["turn"]))
         _require(result, (Observation, End), of=episode.environment.step)
+        if isinstance(result, Observation) and result.tokens:
+            return {"type": "observation", "messages": [], "reward": result.reward, "tokens": list(result.tokens)}
         if isinstance(result, Observation) and result.rewrites:  # each message had its limit when it was new
             messages = [one for message in result.messages for one in cut_messages([message], limit=self._output_bytes)]
             return {"type": "observation", "messages": messages, "reward": result.reward, "rewrites": True}
@@ -311,7 +318,8 @@ def cut_messages(messages: Sequence[Message], *, limit: int) -> list[Message]:
 
 
 def _turn(fields: dict[str, Any]) -> Turn:
-    return Turn(**{**fields, "calls": tuple(ToolCall(**call) for call in fields["calls"])})
+    tuples = {name: tuple(fields.get(name, ())) for name in ("token_ids", "logprobs")}
+    return Turn(**{**fields, **tuples, "calls": tuple(ToolCall(**call) for call in fields["calls"])})
 
 
 def _require(result: object, kinds: type | tuple[type, ...], *, of: Callable[..., Any]) -> None:

@@ -116,6 +116,11 @@ class EnvironmentPool:
         return self._slots[0].host is not None and self._slots[0].host.gives_rewards
 
     @property
+    def wants_tokens(self) -> bool:
+        """Whether turns have their token ids and log-probs."""
+        return self._slots[0].host is not None and self._slots[0].host.wants_tokens
+
+    @property
     def set_aside(self) -> Mapping[str, str]:
         """The rows that are no longer tried, by name, with the reason of the last failure."""
         return self._failures.set_aside

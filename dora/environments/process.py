@@ -92,7 +92,7 @@ class HostProcess:
         self._end: asyncio.Task[None] | None = None  # set as soon as the host is lost
         self._how = ""  # how the host ended; set when `_end` is done
         self._was_calling = False  # whether a call was running when the host was lost
-        self.can_replay, self.gives_rewards = False, True
+        self.can_replay, self.gives_rewards, self.wants_tokens = False, True, False
         self.num_episodes = 0
         #: The sources and rows against which the loss of this host was counted.
         self.death = Death()
@@ -118,6 +118,7 @@ class HostProcess:
         if ready.type == "refused":
             raise ConfigError(ready.reason)
         self.can_replay, self.gives_rewards = ready.can_replay, ready.gives_rewards
+        self.wants_tokens = ready.wants_tokens
         self._reader = asyncio.create_task(self._read(), name="host-replies")
 
     def call(self, request: Mapping[str, Any]) -> Awaitable[bytes]:

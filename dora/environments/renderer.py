@@ -53,6 +53,14 @@ class Renderer:
         self._own_stops = frozenset(renderer.get_stop_token_ids())
         self.stop_ids = tuple(sorted(self._own_stops | set(tokenizer.eos_ids)))
 
+    def require_known(self, tokens: Sequence[int]) -> list[int]:
+        """Return tokens that an environment gives; RenderingFailed if the model does not have them all."""
+        if tokens and max(tokens) >= self._tokenizer.vocab_size:
+            raise RenderingFailed(
+                f"token {max(tokens)} is none of the {self._tokenizer.vocab_size} tokens of the model's tokenizer"
+            )
+        return [*tokens]
+
     def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the tokens of a whole conversation, up to the start of the next turn."""
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -46,6 +46,7 @@ class Ready(msgspec.Struct, frozen=True):
     protocol: int = 1
     can_replay: bool = False
     gives_rewards: bool = True
+    wants_tokens: bool = False
     reason: str = ""
 
 
@@ -57,6 +58,8 @@ class FailedCall(msgspec.Struct, frozen=True):
     stuck: bool = False  # a thread is left behind, which cannot be stopped
 
 
+#: Most tokens of a conversation.
+MAX_TOKENS: Final = 1 << 20
 _KINDS: dict[str, Any] = {"reset": Reset, "observation": Observation, "end": End, "failed": FailedCall}
 _ANY = {"system", "user", "assistant", "tool"}
 
@@ -77,13 +80,22 @@ def read_reply(body: bytes, *, expected: Sequence[str]) -> Reset | Observation |
     reply: Reset | Observation | End | FailedCall = decode(body, _KINDS[kind])
     if not isinstance(reply, FailedCall):
         roles = _roles(reply)
-        if not reply.messages and roles is not None:
+        _check_tokens(reply, kind=kind)
+        if not reply.messages and roles is not None and (isinstance(reply, End) or not reply.tokens):
             raise ProtocolError(f"invalid reply: {kind} without a message")
         for message in reply.messages:
             _check(message, roles=roles)
     if isinstance(reply, Observation | End) and not abs(reply.reward or 0.0) <= LARGEST_REWARD:
         raise ProtocolError(f"invalid reply: the reward is {reply.reward}, expected a finite number of 32 bits")
     return reply
+
+
+def _check_tokens(reply: Reset | Observation | End, *, kind: str) -> None:
+    tokens = () if isinstance(reply, End) else reply.tokens
+    if tokens and reply.messages:
+        raise ProtocolError(f"invalid reply: {kind} with messages and tokens; one of them is the conversation")
+    if len(tokens) > MAX_TOKENS or not all(0 <= token < 2**31 for token in tokens):
+        raise ProtocolError(f"invalid reply: {kind} with more than {MAX_TOKENS:,} tokens, or with ids that are none")
 
 
 def _roles(reply: Reset | Observation | End) -> set[str] | None:

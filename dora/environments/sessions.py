@@ -1,4 +1,4 @@
-"""Sessions: the chat API over HTTP for agents that drive themselves, one session for each episode.
+"""Sessions: the policy over HTTP for agents that drive themselves, one session for each episode.
 
 A session is known by its URL and its key. Its requests are answered one after the other, in the order in which they
 came. A request becomes an observation, and waits for the turn that the policy samples after it. The turn comes when its
@@ -25,6 +25,7 @@ from aiohttp import web
 
 from dora.environments.api import Message, Turn
 from dora.environments.chat import ChatRefused, ChatRequest, Reply, Said, as_recorded, read_request, said
+from dora.environments.token_calls import TokenReply, TokenRequest, read_completions, read_generate
 
 #: Seconds between signs of life while a reply is awaited.
 SIGN_S: Final = 10.0
@@ -45,13 +46,16 @@ class SessionEnded(Exception):
         self.reward = reward
 
 
+Asked = ChatRequest | TokenRequest
+
+
 @dataclass(eq=False)
 class _Exchange:
     """A request, and its reply once there is one."""
 
     body: bytes
-    asked: ChatRequest
-    reply: asyncio.Future[Reply]
+    asked: Asked
+    reply: asyncio.Future[Reply | TokenReply]
     was_written: bool = False
 
 
@@ -72,13 +76,12 @@ class Session:
         self._ended: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
         self._num_waiting = 0
         self._turns: list[Said] = []
-        self._tools: list[dict[str, object]] | None = None
+        self._tools: list[dict[str, Any]] | None = None
 
     # --- for its owner
 
-    async def next_request(self) -> ChatRequest:
-        """Wait for a request, and return it with the agent's own turns as they were recorded; SessionEnded if the agent
-        ends first."""
+    async def next_request(self) -> Asked:
+        """Wait for a request; SessionEnded if the agent ends first."""
         taking = asyncio.ensure_future(self._taken.get())
         first: list[asyncio.Future[Any]] = [taking, self._ended]
         try:
@@ -96,9 +99,13 @@ class Session:
         assert exchange is not None, "a turn that no request waits for"
         told = said(turn, stop=exchange.asked.stop)
         self._turns.append(told)
-        reply = Reply(f"{self.number}-{len(self._turns)}", exchange.asked.model, turn, told.returned)
-        if not exchange.reply.done():
-            exchange.reply.set_result(reply)
+        number = f"{self.number}-{len(self._turns)}"
+        if exchange.reply.done():
+            return
+        if isinstance(exchange.asked, TokenRequest):
+            exchange.reply.set_result(TokenReply(number, exchange.asked, turn))
+        else:
+            exchange.reply.set_result(Reply(number, exchange.asked.model, turn, told.returned))
 
     def recorded(self, messages: list[Message]) -> list[Message]:
         """Return a conversation with the turns of this session as they were recorded."""
@@ -111,12 +118,12 @@ class Session:
 
     # --- for its agent
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request of the chat API."""
+    async def reply_to(self, request: web.Request, read: Callable[[bytes], Asked]) -> web.StreamResponse:
+        """Answer a request, whose body is read by `read`."""
         body = await request.read()
         exchange = self._repeated(body, request)
         if exchange is None:
-            asked = read_request(body)
+            asked = read(body)
             exchange = _Exchange(body, asked, asyncio.get_running_loop().create_future())
             return await self._in_turn(exchange, request)
         self._count("retries")
@@ -147,10 +154,11 @@ class Session:
         if self._ended.done():
             raise ChatRefused("the session has ended", status=409)
         asked = exchange.asked
-        if self._tools is None:
-            self._tools = asked.tools
-        if asked.tools != self._tools:
-            raise ChatRefused("tools: must be those of the first request of the session")
+        if isinstance(asked, ChatRequest):
+            if self._tools is None:
+                self._tools = asked.tools
+            if asked.tools != self._tools:
+                raise ChatRefused("tools: must be those of the first request of the session")
         for name in asked.left_aside:
             self._count(name)
         self._last = exchange
@@ -180,7 +188,7 @@ class Session:
             pass
         return response
 
-    async def _is_decided(self, reply: asyncio.Future[Reply]) -> bool:
+    async def _is_decided(self, reply: asyncio.Future[Any]) -> bool:
         """Wait a while for the reply or the end of the session."""
         first: list[asyncio.Future[Any]] = [reply, self._ended]
         done, _ = await asyncio.wait(first, timeout=SIGN_S, return_when=asyncio.FIRST_COMPLETED)
@@ -239,6 +247,8 @@ class SessionServer:
         """Listen on a free port of loopback."""
         app = web.Application(client_max_size=MAX_BYTES, middlewares=[_refusals])
         app.router.add_post("/sessions/{number}/v1/chat/completions", self._chat)
+        app.router.add_post("/sessions/{number}/v1/completions", self._complete)
+        app.router.add_post("/sessions/{number}/inference/v1/generate", self._generate)
         app.router.add_get("/sessions/{number}/v1/models", self._models)
         app.router.add_post("/sessions/{number}/reward", self._reward)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
@@ -277,7 +287,13 @@ class SessionServer:
         raise ChatRefused("no session of this number has this key", status=401)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._session(request).chat(request)
+        return await self._session(request).reply_to(request, read_request)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._session(request).reply_to(request, read_completions)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        return await self._session(request).reply_to(request, read_generate)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)

@@ -17,6 +17,7 @@ from dora.journal.deep import read_kept
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import read_tokens
 from tests.e2e.runs import Run, assert_audit_clean, events_of, orders_of, run_to_end, settings
+from tests.environments.token_agent import ASK
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
 
@@ -32,6 +33,24 @@ def agent(folder: Path) -> list[str]:
     options = f"{{command = {json.dumps(COMMAND)}, warm = true, replays = true}}"
     values = settings(run__folder=folder, environment__options=options, **SMALL)
     return ["launch/configs/agent-cpu.toml", *values]
+
+
+def test_a_program_may_render_its_conversations_by_itself(tmp_path: Path) -> None:
+    """Its requests are token ids; a second one continues the tokens that were sampled."""
+    command = [sys.executable, str(ROOT / "tests" / "environments" / "token_agent.py")]
+    options = f"{{command = {json.dumps(command)}}}"
+    values = {**SMALL, "run__folder": tmp_path, "environment__options": options, "run__steps": 2}
+    result = run_to_end("run", "launch/configs/agent-cpu.toml", *settings(**values), cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    [root] = tmp_path.iterdir()
+    folder = RunFolder(root)
+    assert_audit_clean(folder)
+    kept = [one for one in read_kept(folder.trajectories) if not one.truncated]
+    assert kept
+    assert all(len(one.observed) == 1 and not one.forks and one.reward in (0.0, 1.0) for one in kept)
+    assert {one.prompt_tokens for one in kept} == {tuple(ASK)}
+    deep = run_to_end("audit", str(folder.root), "--deep")
+    assert deep.returncode == 0, deep.stdout
 
 
 def answers_of_version_0(folder: RunFolder) -> dict[int, list[int]]:
