@@ -47,24 +47,25 @@ class Agent(Environment):
     `command`: its arguments; of a program for each episode, {column} stands for that column of the row. `warm`: it
     reads a line of JSON for each episode from stdin, {"episode": N, "row": {...}, "base_url": URL, "api_key": KEY}, any
     number of them at a time, and prints {"episode": N, "reward": NUMBER or null} or {"episode": N, "error": TEXT}.
-    `replays`: the program makes the same requests again if it gets the same replies, and does no harm by that; then an
-    episode goes on after its host or the controller was lost.
+    `strict`: requests that set what has no effect are refused. `replays`: the program makes the same requests again if
+    it gets the same replies, and does no harm by that; then an episode goes on after its host or the controller was
+    lost.
     """
 
     wants_tokens: ClassVar = True
 
-    def __init__(self, command: Sequence[str], warm: bool = False, replays: bool = False) -> None:
+    def __init__(self, command: Sequence[str], warm: bool = False, replays: bool = False, strict: bool = False) -> None:
         if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
             raise ValueError('command must be a list of texts, such as ["python", "agent.py"]')
         self.can_replay = replays  # type: ignore[misc]  # here an option, and not of the class
-        self._command, self._is_warm = tuple(command), warm
+        self._command, self._is_warm, self._is_strict = tuple(command), warm, strict
         self._session: Session | None = None
         self._program: _Program | None = None
         self._running: asyncio.Task[float | None] | None = None
 
     async def reset(self, row: dict[str, Any]) -> Reset:
         """Start the program, and wait for its first request."""
-        session = self._session = (await _server()).open()
+        session = self._session = (await _server()).open(is_strict=self._is_strict)
         if self._is_warm:
             program = await _warm_program(self._command)
             self._running = asyncio.create_task(program.run(session, row), name=f"episode of {session.url}")

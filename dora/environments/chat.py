@@ -54,6 +54,7 @@ class _Body(msgspec.Struct):
     seed: Any = None
     max_tokens: Any = None
     max_completion_tokens: Any = None
+    return_token_ids: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class ChatRequest:
     streams: bool
     wants_usage: bool
     left_aside: tuple[str, ...]  # settings without effect
+    wants_ids: bool = False  # of the tokens that are sampled
 
 
 def read_request(body: bytes) -> ChatRequest:
@@ -91,6 +93,7 @@ def read_request(body: bytes) -> ChatRequest:
         streams=bool(asked.stream),
         wants_usage=asked.stream_options is not None and asked.stream_options.include_usage,
         left_aside=tuple(given),
+        wants_ids=bool(asked.return_token_ids),
     )
 
 
@@ -191,6 +194,7 @@ class Reply:
     model: str
     turn: Turn
     message: Message
+    has_ids: bool = False
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
@@ -199,7 +203,10 @@ class Reply:
     def whole(self) -> bytes:
         """Return the body of a reply in one piece."""
         message = {**self._message(), "role": "assistant", "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self.finish_reason}
+        choice: dict[str, Any] = {"index": 0, "message": message, "logprobs": None}
+        choice["finish_reason"] = self.finish_reason
+        if self.has_ids:
+            choice["token_ids"] = list(self.turn.token_ids)
         return msgspec.json.encode(self._head("chat.completion") | {"choices": [choice], "usage": self._usage()})
 
     def events(self, *, wants_usage: bool) -> Iterator[bytes]:
@@ -211,7 +218,10 @@ class Reply:
         deltas += [{"tool_calls": calls}] if calls else []
         for delta in deltas:
             yield _event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
-        yield _event(head | {"choices": [{"index": 0, "delta": {}, "finish_reason": self.finish_reason}]})
+        end: dict[str, Any] = {"index": 0, "delta": {}, "finish_reason": self.finish_reason}
+        if self.has_ids:
+            end["token_ids"] = list(self.turn.token_ids)
+        yield _event(head | {"choices": [end]})
         if wants_usage:
             yield _event(head | {"choices": [], "usage": self._usage()})
         yield b"data: [DONE]\n\n"

@@ -66,6 +66,7 @@ class Session:
     number: int
     key: str
     url: str
+    is_strict: bool = False  # refuse settings that have no effect
     counts: dict[str, int] = field(default_factory=dict)  #: what was set aside, repeated or queued, by cause
 
     def __post_init__(self) -> None:
@@ -105,7 +106,8 @@ class Session:
         if isinstance(exchange.asked, TokenRequest):
             exchange.reply.set_result(TokenReply(number, exchange.asked, turn))
         else:
-            exchange.reply.set_result(Reply(number, exchange.asked.model, turn, told.returned))
+            asked = exchange.asked
+            exchange.reply.set_result(Reply(number, asked.model, turn, told.returned, has_ids=asked.wants_ids))
 
     def recorded(self, messages: list[Message]) -> list[Message]:
         """Return a conversation with the turns of this session as they were recorded."""
@@ -154,6 +156,8 @@ class Session:
         if self._ended.done():
             raise ChatRefused("the session has ended", status=409)
         asked = exchange.asked
+        if self.is_strict and asked.left_aside:
+            raise ChatRefused(f"{', '.join(asked.left_aside)}: would have no effect; sampling is that of the run")
         if isinstance(asked, ChatRequest):
             if self._tools is None:
                 self._tools = asked.tools
@@ -264,11 +268,12 @@ class SessionServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def open(self) -> Session:
+    def open(self, *, is_strict: bool = False) -> Session:
         """Begin a session."""
         self._numbers += 1
         url = f"{self._base}/sessions/{self._numbers}"
-        session = self._sessions[self._numbers] = Session(self._numbers, secrets.token_urlsafe(24), url)
+        session = Session(self._numbers, secrets.token_urlsafe(24), url, is_strict)
+        self._sessions[self._numbers] = session
         return session
 
     def close(self, session: Session) -> None:

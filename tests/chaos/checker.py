@@ -251,6 +251,14 @@ class Checker:
             budget = self.settings["max_new_tokens"]
             self.require(event["num_tokens"] <= budget, "tokens", f"trajectory {trajectory} exceeds {budget} tokens")
 
+    def on_call_finished(self, event: Record) -> None:
+        """The answer of an episode may end with its environment, at a budget, or because that failed."""
+        self.know(event["trajectory"], event["num_tokens"], "a call")
+        if event["ended"] or event["failed"]:
+            self.lengths[event["trajectory"]] = event["num_tokens"]
+        if event["graded"]:
+            self.rewards[event["trajectory"]] = event["attempt"], event["reward"]
+
     def on_grade(self, order: Record) -> None:
         self.grading[order["trajectory"]] = order["attempt"]
 
@@ -345,6 +353,8 @@ HANDLERS: Mapping[str, Callable[[Checker, Record], None]] = {
     "ProgressReported": Checker.on_progress,
     "GenerationFinished": Checker.on_answer,
     "GenerationStopped": Checker.on_answer,
+    "CallStarted": Checker.on_answer,
+    "CallFinished": Checker.on_call_finished,
     "GradeTrajectory": Checker.on_grade,
     "TrajectoryGraded": Checker.on_graded,
     "TrainMicroBatch": Checker.on_wave,
