@@ -25,7 +25,7 @@ from aiohttp import web
 
 from dora.environments.api import Message, Turn
 from dora.environments.chat import ChatRefused, ChatRequest, Reply, Said, as_recorded, read_request, said
-from dora.environments.token_calls import TokenReply, TokenRequest, read_completions, read_generate
+from dora.environments.token_calls import TokenReply, TokenRequest, read_continue, read_generate
 
 #: Seconds between signs of life while a reply is awaited.
 SIGN_S: Final = 10.0
@@ -295,7 +295,7 @@ class SessionServer:
         return await self._session(request).reply_to(request, read_request)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._session(request).reply_to(request, read_completions)
+        return await self._session(request).reply_to(request, read_continue)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         return await self._session(request).reply_to(request, read_generate)

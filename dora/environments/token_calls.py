@@ -42,7 +42,7 @@ class _Generate(msgspec.Struct):
     sampling_params: _Sampling = msgspec.field(default_factory=_Sampling)
 
 
-class _Completion(_Sampling):
+class _Continue(_Sampling):
     prompt: Any = None
     model: str = ""
     stream: bool | None = None
@@ -64,9 +64,9 @@ class TokenRequest:
     tools: tuple[()] = ()
 
 
-def read_completions(body: bytes) -> TokenRequest:
+def read_continue(body: bytes) -> TokenRequest:
     """Return what a request of /v1/completions asks for; ChatRefused if that is not supported, as a prompt of text."""
-    asked: _Completion = _decoded(body, _Completion)
+    asked: _Continue = _decoded(body, _Continue)
     try:
         prompt = msgspec.convert(asked.prompt, _Ids)
     except msgspec.ValidationError as err:

@@ -11,7 +11,7 @@ from dora.environments.api import Turn
 from dora.environments.chat import ChatRefused
 from dora.environments.episode import Episode
 from dora.environments.renderer import RenderingFailed, open_renderer
-from dora.environments.token_calls import TokenReply, read_completions, read_generate
+from dora.environments.token_calls import TokenReply, read_continue, read_generate
 from dora.seed.policy import path as seed_path
 from dora.tasks.tokenizer import load_tokenizer
 from tests.environments.token_agent import ASK
@@ -35,7 +35,7 @@ def test_a_reply_has_the_ids_that_were_sampled_and_their_logprobs() -> None:
     assert [one["token"] for one in content] == ["token_id:5", "token_id:98"]
     assert content[0]["logprob"] == -0.5
     assert content[1]["logprob"] < -1e38
-    found = json.loads(TokenReply("7-2", read_completions(encoded(prompt=[1, 2, 3])), turn).whole())
+    found = json.loads(TokenReply("7-2", read_continue(encoded(prompt=[1, 2, 3])), turn).whole())
     assert (found["object"], found["choices"][0]["token_ids"]) == ("text_completion", [5, 98])
     assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
@@ -43,14 +43,14 @@ def test_a_reply_has_the_ids_that_were_sampled_and_their_logprobs() -> None:
 @pytest.mark.parametrize(
     ("read", "body", "says"),
     [
-        (read_completions, {"prompt": "2+2"}, "prompt: must be the token ids"),
-        (read_completions, {"prompt": [[1], [2]]}, "prompt: must be the token ids of one conversation"),
-        (read_completions, {}, "prompt: must be the token ids"),
-        (read_completions, {"prompt": []}, "prompt: must be .* length >= 1"),
-        (read_completions, {"prompt": [-1]}, "prompt: must be .*Expected `int` >= 0"),
-        (read_completions, {"prompt": [1], "stream": True}, "stream: is served by /v1/chat/completions only"),
-        (read_completions, {"prompt": [1], "best_of": 2}, "best_of: "),
-        (read_completions, {"prompt": [1], "n": 2}, "n: a session samples one answer at a time, not 2"),
+        (read_continue, {"prompt": "2+2"}, "prompt: must be the token ids"),
+        (read_continue, {"prompt": [[1], [2]]}, "prompt: must be the token ids of one conversation"),
+        (read_continue, {}, "prompt: must be the token ids"),
+        (read_continue, {"prompt": []}, "prompt: must be .* length >= 1"),
+        (read_continue, {"prompt": [-1]}, "prompt: must be .*Expected `int` >= 0"),
+        (read_continue, {"prompt": [1], "stream": True}, "stream: is served by /v1/chat/completions only"),
+        (read_continue, {"prompt": [1], "best_of": 2}, "best_of: "),
+        (read_continue, {"prompt": [1], "n": 2}, "n: a session samples one answer at a time, not 2"),
         (read_generate, {}, "missing required field `token_ids`"),
         (read_generate, {"token_ids": [2**31]}, "Expected `int` <"),
         (read_generate, {"token_ids": [1], "sampling_params": {"logit_bias": {"1": 1}}}, "logit_bias: "),

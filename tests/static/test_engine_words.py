@@ -11,10 +11,11 @@ from dora.engine.api import InferenceEngine
 from dora.engine.sglang import launch, protocol
 
 DORA = Path(__file__).parents[2] / "dora"
-#: Folders that may use its words, and three files: the table of engines, the options of `dora serve`, and what calls
-#: the embedded engine in its own process.
+#: Folders that may use its words, and four files: the table of engines, the options of `dora serve`, what calls the
+#: embedded engine in its own process, and the calls of agents that vLLM has under the same names.
 FOLDERS = ("engine/sglang/", "embedded/", "paced/", "config/")
-MAY_KNOW = (*FOLDERS, "engine/engines.py", "cli/processes.py", "learning/sampler.py")
+FILES = ("engine/engines.py", "cli/processes.py", "learning/sampler.py", "environments/token_calls.py")
+MAY_KNOW = (*FOLDERS, *FILES)
 
 #: Routes and flags that are anybody's.
 COMMON = {"/health", "/metrics", "/ready", "/v1/models", "--host", "--port", "--device", "--dtype"}
