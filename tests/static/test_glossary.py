@@ -66,7 +66,7 @@ ELSEWHERE = {
     "worker": {"sim"},  # of the graders
 }
 #: Names that stand in journals, in the answer of /status or in the API of OpenAI.
-KEPT = {"late_completions", "completion_tokens", "max_completion_tokens"}
+KEPT = {"late_completions", "completion_tokens", "max_completion_tokens", "return_token_ids"}
 
 
 def cells(line: str) -> list[str]:
