@@ -5,8 +5,9 @@
     options = { command = ["python", "agent.py"] }
 
 A program is started for each episode. It gets the task's row as one line of JSON on stdin, and in OPENAI_BASE_URL and
-OPENAI_API_KEY a session of its own (sessions.py). The episode ends with the program. Its last line may be the reward,
-a number; else the task's rewards grade the episode. With `warm` a program is started once, and serves many episodes.
+OPENAI_API_KEY, or those of ANTHROPIC, a session of its own (sessions.py). The episode ends with the program. Its last
+line may be the reward, a number; else the task's rewards grade the episode. With `warm` a program is started once, and
+serves many episodes.
 
 Invariant: a program ends with its episode, and a warm one with its host; nothing of DORA's settings is in its
 environment. Its Python need not be that of the host, which needs aiohttp and msgspec.
@@ -239,6 +240,7 @@ def _environment(session: Session | None) -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if not name.startswith("DORA_")}
     if session is not None:
         found |= {"OPENAI_BASE_URL": f"{session.url}/v1", "OPENAI_API_KEY": session.key, "DORA_SESSION": session.url}
+        found |= {"ANTHROPIC_BASE_URL": session.url, "ANTHROPIC_API_KEY": session.key}
     return found
 
 

@@ -69,6 +69,7 @@ class ChatRequest:
     wants_usage: bool
     left_aside: tuple[str, ...]  # settings without effect
     wants_ids: bool = False  # of the tokens that are sampled
+    is_of_messages: bool = False  # of Anthropic's API
 
 
 def read_request(body: bytes) -> ChatRequest:

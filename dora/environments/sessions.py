@@ -25,6 +25,7 @@ from aiohttp import web
 
 from dora.environments.api import Message, Turn
 from dora.environments.chat import ChatRefused, ChatRequest, Reply, Said, as_recorded, read_request, said
+from dora.environments.message_calls import MessageReply, read_messages
 from dora.environments.token_calls import TokenReply, TokenRequest, read_continue, read_generate
 
 #: Seconds between signs of life while a reply is awaited.
@@ -55,7 +56,7 @@ class _Exchange:
 
     body: bytes
     asked: Asked
-    reply: asyncio.Future[Reply | TokenReply]
+    reply: asyncio.Future[Reply | MessageReply | TokenReply]
     was_written: bool = False
 
 
@@ -103,10 +104,12 @@ class Session:
         number = f"{self.number}-{len(self._turns)}"
         if exchange.reply.done():
             return
-        if isinstance(exchange.asked, TokenRequest):
-            exchange.reply.set_result(TokenReply(number, exchange.asked, turn))
+        asked = exchange.asked
+        if isinstance(asked, TokenRequest):
+            exchange.reply.set_result(TokenReply(number, asked, turn))
+        elif asked.is_of_messages:
+            exchange.reply.set_result(MessageReply(number, asked, turn, told.returned))
         else:
-            asked = exchange.asked
             exchange.reply.set_result(Reply(number, asked.model, turn, told.returned, has_ids=asked.wants_ids))
 
     def recorded(self, messages: list[Message]) -> list[Message]:
@@ -251,6 +254,7 @@ class SessionServer:
         """Listen on a free port of loopback."""
         app = web.Application(client_max_size=MAX_BYTES, middlewares=[_refusals])
         app.router.add_post("/sessions/{number}/v1/chat/completions", self._chat)
+        app.router.add_post("/sessions/{number}/v1/messages", self._message)
         app.router.add_post("/sessions/{number}/v1/completions", self._complete)
         app.router.add_post("/sessions/{number}/inference/v1/generate", self._generate)
         app.router.add_get("/sessions/{number}/v1/models", self._models)
@@ -284,7 +288,7 @@ class SessionServer:
     def _session(self, request: web.Request) -> Session:
         """Return the session of a request, whose key it must have; ChatRefused says the same of a session that is not
         there."""
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         with suppress(ValueError):
             session = self._sessions.get(int(request.match_info["number"]))
             if session is not None and secrets.compare_digest(given.encode(), session.key.encode()):
@@ -293,6 +297,9 @@ class SessionServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._session(request).reply_to(request, read_request)
+
+    async def _message(self, request: web.Request) -> web.StreamResponse:
+        return await self._session(request).reply_to(request, read_messages)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         return await self._session(request).reply_to(request, read_continue)
@@ -319,5 +326,5 @@ async def _refusals(
         return await handler(request)
     except ChatRefused as err:
         kind = "authentication_error" if err.status == 401 else "invalid_request_error"
-        content = {"error": {"message": str(err), "type": kind, "param": None, "code": None}}
+        content = {"type": "error", "error": {"message": str(err), "type": kind, "param": None, "code": None}}
         return web.json_response(content, status=err.status)
