@@ -5,21 +5,38 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from dora.app.export import stored_version, with_weights
 from dora.config.schema import Config, EvalSetConfig, RunConfig
 from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.journal.run_folder import RunFolder
+from dora.weights.store import VersionStore
 
 #: Maximum number of answers whose text is kept, if the configuration does not keep more.
 MAX_KEPT: Final = 1_000
 
 
-def version_named(name: str) -> tuple[RunFolder, Path] | None:
-    """Return the run, and a folder with the weights of the version, that RUN or RUN@VERSION names; None if it does not
-    name a run."""
+class NamedVersion(NamedTuple):
+    """A version of a run."""
+
+    run: RunFolder
+    version: VersionId
+    store: VersionStore
+
+    @property
+    def folder(self) -> Path:
+        """Its folder in the store."""
+        return self.store.folder(self.version)
+
+    def with_weights(self) -> Path:
+        """Return a folder with its weights, which are made if it is an adapter alone."""
+        return with_weights(self.run, self.version, self.store)
+
+
+def version_named(name: str) -> NamedVersion | None:
+    """Return the version that RUN or RUN@VERSION names; None if it does not name a run."""
     run, _, version = name.rpartition("@")
     if RunFolder(Path(name)).journal.is_file():
         run, version = name, ""
@@ -31,7 +48,7 @@ def version_named(name: str) -> tuple[RunFolder, Path] | None:
     chosen, store = stored_version(folder, VersionId(int(version)) if version else None, option=f"--model {name}")
     if damaged := store.differing(chosen):
         raise ConfigError(f"--model {name}: {damaged[0]} does not match its checksum: version {chosen} is damaged")
-    return folder, with_weights(folder, chosen, store)
+    return NamedVersion(folder, chosen, store)
 
 
 def evaluation_of(config: Config, *, samples: int | None = None, prompts: int | None = None) -> Config:

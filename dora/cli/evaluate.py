@@ -37,12 +37,18 @@ def evaluate(
     into: Path | None,
 ) -> None:
     named = version_named(model) if model is not None else None
-    settings = overrides_of(model=named[1] if named is not None else model, urls=urls, of_task=of_task)
-    run = named[0] if named is not None and config_path is None else None
+    run = named.run if named is not None and config_path is None else None
     path = run.config if run is not None else config_path
-    config = load(path, [*settings, *overrides, "run.steps=0"], environ=os.environ)
+
+    def config_of(folder: str | Path | None) -> Config:
+        settings = overrides_of(model=folder, urls=urls, of_task=of_task)
+        return load(path, [*settings, *overrides, "run.steps=0"], environ=os.environ)
+
+    config = config_of(model if named is None else named.folder)
     if run is not None and not trust_folder:
         require_trust(run, config, named=executed(config), to="an evaluation")
+    if named is not None:
+        config = config_of(named.with_weights())
     config = evaluation_of(config, samples=samples, prompts=prompts)
     with ExitStack() as held:
         reserved = RunFolder.reserved(into) if into is not None else None
