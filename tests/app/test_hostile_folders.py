@@ -352,6 +352,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     store = VersionStore(memory_root=run.versions, durable_root=run.versions)
     staged = store.stage(VersionId(1))
     (staged / "config.json").write_text("{}")
+    (staged / "model.safetensors").write_bytes(b"weights")
     store.seal(VersionId(1), staged)
     return run
 

@@ -32,6 +32,7 @@ class Pool:
     """A host whose environment answers every turn with `outcome`."""
 
     can_replay = False
+    wants_tokens = False
 
     def __init__(self, outcome: Any) -> None:
         self.outcome = outcome

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from dora.environments.api import End, Observation, Reset, Turn
 from dora.environments.replies import EnvironmentFailed
@@ -36,6 +36,7 @@ class Hosts:
 
     rng: random.Random
     can_replay: bool
+    wants_tokens: ClassVar = False
     called: Callable[[int, int], None]
     turns: dict[int, int] = field(default_factory=dict)  # turns answered, by episode
 
