@@ -25,7 +25,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 from dora.environments.api import End, Environment, Observation, Reset, Turn
 from dora.environments.sessions import Session, SessionEnded, SessionServer
@@ -130,32 +130,48 @@ class _Program:
     def __init__(self, command: Sequence[str], session: Session) -> None:
         self._command = command
         self._session = session
+        self._last = b""
+        self._output: _Output | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self, row: Mapping[str, Any]) -> float | None:
         """Run it to its end; return the reward in its last line. AgentFailed unless its exit code is 0."""
-        process = self._process = await _started(self._command, _environment(self._session))
+        process, self._output = await _started(self._command, _environment(self._session))
+        self._process = process
+        self._reading = asyncio.create_task(self._read(self._output.lines), name=f"output of {self._session.url}")
         assert process.stdin is not None
-        assert process.stdout is not None
         with suppress(ConnectionError):
             process.stdin.write(json.dumps(row).encode() + b"\n")
             await process.stdin.drain()
         process.stdin.close()
-        last = b""
-        while line := await _line(process.stdout):
-            last = line if line.strip() else last
-            sys.stderr.write(f"| {line.decode(errors='replace').rstrip()[:1000]}\n")
-        if code := await process.wait():
+        code = await process.wait()
+        _kill_group(process.pid)  # what it has left behind, which may have its output open
+        await self._end_of_output()
+        if code:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             raise AgentFailed(f"{self._command[0]} ended with {how}; its output is in the log of the host")
-        return _number(last)
+        return _number(self._last)
+
+    async def _read(self, lines: asyncio.StreamReader) -> None:
+        """Log what it prints, and keep the last line."""
+        while line := await _line(lines):
+            self._last = line if line.strip() else self._last
+            sys.stderr.write(f"| {line.decode(errors='replace').rstrip()[:1000]}\n")
 
     async def kill(self) -> None:
-        """End it with all that it has started in its session."""
+        """End it with all of its process group."""
         if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            _kill_group(self._process.pid)
             await self._process.wait()
+        await self._end_of_output()
+
+    async def _end_of_output(self) -> None:
+        """Wait until its output is read, unless a process outside of its group has it open."""
+        if self._reading is not None and self._output is not None:
+            await asyncio.wait([self._reading], timeout=GRACE_S)
+            self._reading.cancel()
+            self._output.pipe.close()
 
 
 class _WarmProgram:
@@ -171,8 +187,8 @@ class _WarmProgram:
 
     async def start(self) -> None:
         """Start it."""
-        self._process = await _started(self._command, _environment(None))
-        self._reading = asyncio.create_task(self._read(), name=f"lines of {self._command[0]}")
+        self._process, output = await _started(self._command, _environment(None))
+        self._reading = asyncio.create_task(self._read(output), name=f"lines of {self._command[0]}")
 
     async def run(self, session: Session, row: Mapping[str, Any]) -> float | None:
         """Have it serve an episode; return the reward. AgentFailed if it says so, or ends."""
@@ -192,10 +208,9 @@ class _WarmProgram:
         finally:
             del self._waiting[number]
 
-    async def _read(self) -> None:
+    async def _read(self, output: _Output) -> None:
         assert self._process is not None
-        assert self._process.stdout is not None
-        while line := await _line(self._process.stdout):
+        while line := await _line(output.lines):
             try:
                 said = json.loads(line)
                 done, error, reward = self._waiting.get(said["episode"]), said.get("error"), _number(said.get("reward"))
@@ -209,10 +224,16 @@ class _WarmProgram:
             else:
                 done.set_result(reward)
         self.has_ended = True
+        output.pipe.close()
         code = await self._process.wait()
         for done in self._waiting.values():
             if not done.done():
                 done.set_exception(AgentFailed(f"{self._command[0]} ended with exit code {code}"))
+
+
+def _kill_group(leader: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _number(text: Any) -> float | None:
@@ -244,18 +265,34 @@ def _environment(session: Session | None) -> dict[str, str]:
     return found
 
 
-async def _started(command: Sequence[str], environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+class _Output(NamedTuple):
+    """What a program prints. Its pipe is not that of asyncio, which would wait for all that have it open."""
+
+    lines: asyncio.StreamReader
+    pipe: asyncio.ReadTransport
+
+
+async def _started(
+    command: Sequence[str], environment: Mapping[str, str]
+) -> tuple[asyncio.subprocess.Process, _Output]:
+    ours, theirs = os.pipe()
+    lines = asyncio.StreamReader(limit=MAX_LINE)
+    loop = asyncio.get_running_loop()
+    pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), os.fdopen(ours, "rb", 0))
     try:
-        return await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
+            stdout=theirs,
             env=environment,
-            limit=MAX_LINE,
-            start_new_session=True,  # so that all that it starts ends with it
+            start_new_session=True,  # a process group, so that what it starts ends with it
         )
     except OSError as err:
+        pipe.close()
         raise AgentFailed(f"{command[0]} cannot be started: {err.strerror}") from err
+    finally:
+        os.close(theirs)
+    return process, _Output(lines, pipe)
 
 
 async def _line(stream: asyncio.StreamReader) -> bytes:

@@ -10,15 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from dora.environments.api import Message, Turn
 from dora.environments.messages import arguments_key, assistant_message
-
-#: Settings of sampling that a client may give, and that have no effect.
-LEFT_ASIDE: Final = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "max_tokens")
 
 
 class ChatRefused(Exception):
@@ -33,7 +30,32 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class _Body(msgspec.Struct):
+class Sampling(msgspec.Struct, kw_only=True):
+    """Settings of sampling in a request, of all APIs."""
+
+    n: int | None = None
+    logit_bias: Any = None
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    seed: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+
+    def left_aside(self) -> tuple[str, ...]:
+        """Return the settings that have no effect; ChatRefused for those that cannot be left aside."""
+        if self.n not in (None, 1):
+            raise ChatRefused(f"n: a session samples one answer at a time, not {self.n}; repeat the request instead")
+        if self.logit_bias:
+            raise ChatRefused("logit_bias: would change what the policy samples")
+        names = Sampling.__struct_fields__
+        return tuple(name for name in names if name not in ("n", "logit_bias") and getattr(self, name) is not None)
+
+
+class _ChatBody(Sampling, kw_only=True):
     """What is read of a request; other fields are ignored."""
 
     messages: list[dict[str, Any]]
@@ -43,17 +65,8 @@ class _Body(msgspec.Struct):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     stop: str | list[str] | None = None
-    n: int | None = None
-    logit_bias: Any = None
     response_format: Any = None
     logprobs: Any = None
-    temperature: Any = None
-    top_p: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    seed: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
     return_token_ids: bool | None = None
 
 
@@ -75,7 +88,7 @@ class ChatRequest:
 def read_request(body: bytes) -> ChatRequest:
     """Return what a request asks for; ChatRefused if that is not supported."""
     try:
-        asked = msgspec.json.decode(body, type=_Body)
+        asked = msgspec.json.decode(body, type=_ChatBody)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
         raise ChatRefused(f"the body is not a chat request: {err}") from err
     _require_supported(asked)
@@ -83,9 +96,6 @@ def read_request(body: bytes) -> ChatRequest:
     if not messages or messages[-1]["role"] == "assistant":
         raise ChatRefused("messages: the last one must be one that the model can answer")
     tools = [] if asked.tool_choice == "none" else asked.tools or []
-    given = [name for name in LEFT_ASIDE if getattr(asked, name) is not None]
-    if asked.max_completion_tokens is not None and "max_tokens" not in given:
-        given.append("max_tokens")
     return ChatRequest(
         model=asked.model,
         messages=messages,
@@ -93,16 +103,12 @@ def read_request(body: bytes) -> ChatRequest:
         stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
         streams=bool(asked.stream),
         wants_usage=asked.stream_options is not None and asked.stream_options.include_usage,
-        left_aside=tuple(given),
+        left_aside=asked.left_aside(),
         wants_ids=bool(asked.return_token_ids),
     )
 
 
-def _require_supported(asked: _Body) -> None:
-    if asked.n not in (None, 1):
-        raise ChatRefused(f"n: a session samples one answer at a time, not {asked.n}; repeat the request instead")
-    if asked.logit_bias:
-        raise ChatRefused("logit_bias: would change what the policy samples")
+def _require_supported(asked: _ChatBody) -> None:
     kind = asked.response_format.get("type") if isinstance(asked.response_format, dict) else asked.response_format
     if kind not in (None, "text"):
         raise ChatRefused(
@@ -120,7 +126,7 @@ def _message(message: dict[str, Any]) -> Message:
     role = "system" if role == "developer" else role  # some templates have no other
     if role not in ("system", "user", "assistant", "tool"):
         raise ChatRefused(f"messages: the role {str(role)[:40]!r} is not served")
-    kept: Message = {"role": role, "content": _text(message.get("content"))}
+    kept: Message = {"role": role, "content": text_of(message.get("content"))}
     if role == "tool":
         if not isinstance(message.get("tool_call_id"), str):
             raise ChatRefused("messages: a result of a tool has no tool_call_id")
@@ -132,14 +138,15 @@ def _message(message: dict[str, Any]) -> Message:
     return kept
 
 
-def _text(content: Any) -> str:
+def text_of(content: Any, *, of: str = "messages") -> str:
+    """Return the text of a string or of parts of text; ChatRefused if there is anything else."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ChatRefused(f"messages: content of type {str(kind)[:40]!r} is not served, only text")
+            raise ChatRefused(f"{of}: content of type {str(kind)[:40]!r} is not served, only text")
     return "".join(part["text"] for part in parts)
 
 

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from dora.environments.api import Message, Turn
-from dora.environments.chat import ChatRefused, ChatRequest
-
-#: Settings of sampling that a client may give, and that have no effect.
-_LEFT_ASIDE: Final = ("temperature", "top_p", "top_k", "max_tokens")
+from dora.environments.chat import ChatRefused, ChatRequest, Sampling, text_of
 
 
-class _Body(msgspec.Struct):
+class _MessagesBody(Sampling, kw_only=True):
     """What is read of a request; other fields are ignored."""
 
     messages: list[dict[str, Any]]
@@ -30,23 +27,19 @@ class _Body(msgspec.Struct):
     stream: bool | None = None
     stop_sequences: list[str] | None = None
     return_token_ids: bool | None = None
-    temperature: Any = None
-    top_p: Any = None
-    top_k: Any = None
-    max_tokens: Any = None
 
 
 def read_messages(body: bytes) -> ChatRequest:
     """Return what a request asks for; ChatRefused if that is not supported."""
     try:
-        asked = msgspec.json.decode(body, type=_Body)
+        asked = msgspec.json.decode(body, type=_MessagesBody)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
         raise ChatRefused(f"the body is not a request of the messages API: {err}") from err
     choice = (asked.tool_choice or {}).get("type", "auto")
     if choice not in ("auto", "none"):
         raise ChatRefused("tool_choice: the policy decides whether it calls a tool; only auto and none are served")
     messages: list[Message] = []
-    if system := _text(asked.system, of="system"):
+    if system := text_of(asked.system, of="system"):
         messages.append({"role": "system", "content": system})
     for message in asked.messages:
         messages += _messages(message)
@@ -59,7 +52,7 @@ def read_messages(body: bytes) -> ChatRequest:
         stop=tuple(asked.stop_sequences or ()),
         streams=bool(asked.stream),
         wants_usage=True,
-        left_aside=tuple(name for name in _LEFT_ASIDE if getattr(asked, name) is not None),
+        left_aside=asked.left_aside(),
         wants_ids=bool(asked.return_token_ids),
         is_of_messages=True,
     )
@@ -81,10 +74,10 @@ def _messages(message: dict[str, Any]) -> Iterator[Message]:
         if block["type"] == "tool_result":
             if not isinstance(block.get("tool_use_id"), str):
                 raise ChatRefused("messages: a result of a tool has no tool_use_id")
-            found = _text(block.get("content"), of="the result of a tool")
+            found = text_of(block.get("content"), of="the result of a tool")
             yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": found}
         else:
-            text.append(_text([block], of="messages"))
+            text.append(text_of([block]))
     if text:
         yield {"role": "user", "content": "".join(text)}
 
@@ -103,7 +96,7 @@ def _turn(content: Any) -> Message:
             case "thinking":
                 turn["reasoning_content"] = str(block.get("thinking", ""))
             case _:
-                turn["content"] += _text([block], of="messages")
+                turn["content"] += text_of([block])
     return turn
 
 
@@ -112,16 +105,6 @@ def _blocks(content: Any) -> list[dict[str, Any]]:
     if not all(isinstance(block, dict) and isinstance(block.get("type"), str) for block in blocks):
         raise ChatRefused("messages: content is neither text nor a list of blocks")
     return blocks
-
-
-def _text(content: Any, *, of: str) -> str:
-    """Return the text of a string or of blocks of text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    for block in (blocks := _blocks(content)):
-        if block["type"] != "text" or not isinstance(block.get("text"), str):
-            raise ChatRefused(f"{of}: content of type {block['type'][:40]!r} is not served, only text")
-    return "".join(block["text"] for block in blocks)
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

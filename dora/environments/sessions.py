@@ -51,7 +51,7 @@ Asked = ChatRequest | TokenRequest
 
 
 @dataclass(eq=False)
-class _Exchange:
+class _AskedAndTold:
     """A request, and its reply once there is one."""
 
     body: bytes
@@ -71,10 +71,10 @@ class Session:
     counts: dict[str, int] = field(default_factory=dict)  #: what was set aside, repeated or queued, by cause
 
     def __post_init__(self) -> None:
-        self._taken: asyncio.Queue[_Exchange] = asyncio.Queue()
+        self._taken: asyncio.Queue[_AskedAndTold] = asyncio.Queue()
         self._one_at_a_time = asyncio.Lock()
-        self._last: _Exchange | None = None  # that was handed over
-        self._current: _Exchange | None = None  # that waits for a turn
+        self._last: _AskedAndTold | None = None  # that was handed over
+        self._current: _AskedAndTold | None = None  # that waits for a turn
         self._ended: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
         self._num_waiting = 0
         self._turns: list[Said] = []
@@ -129,19 +129,19 @@ class Session:
         exchange = self._repeated(body, request)
         if exchange is None:
             asked = read(body)
-            exchange = _Exchange(body, asked, asyncio.get_running_loop().create_future())
+            exchange = _AskedAndTold(body, asked, asyncio.get_running_loop().create_future())
             return await self._in_turn(exchange, request)
         self._count("retries")
         return await self._write(exchange, request)
 
-    def _repeated(self, body: bytes, request: web.Request) -> _Exchange | None:
+    def _repeated(self, body: bytes, request: web.Request) -> _AskedAndTold | None:
         """Return the last exchange if the request repeats it."""
         last = self._last
         if last is None or last.body != body:
             return None
         return last if request.headers.get(RETRIES, "0") != "0" or not last.was_written else None
 
-    async def _in_turn(self, exchange: _Exchange, request: web.Request) -> web.StreamResponse:
+    async def _in_turn(self, exchange: _AskedAndTold, request: web.Request) -> web.StreamResponse:
         """Hand a request over once the earlier ones are answered."""
         if self._num_waiting >= MAX_WAITING:
             raise ChatRefused(f"{MAX_WAITING} requests of this session wait already", status=429)
@@ -155,7 +155,7 @@ class Session:
         finally:
             self._num_waiting -= 1
 
-    def _hand_over(self, exchange: _Exchange) -> None:
+    def _hand_over(self, exchange: _AskedAndTold) -> None:
         if self._ended.done():
             raise ChatRefused("the session has ended", status=409)
         asked = exchange.asked
@@ -171,7 +171,7 @@ class Session:
         self._last = exchange
         self._taken.put_nowait(exchange)
 
-    async def _write(self, exchange: _Exchange, request: web.Request) -> web.StreamResponse:
+    async def _write(self, exchange: _AskedAndTold, request: web.Request) -> web.StreamResponse:
         """Write the reply when it is there, and signs of life before."""
         exchange.was_written = False
         streams = exchange.asked.streams
@@ -286,8 +286,8 @@ class SessionServer:
         self._sessions.pop(session.number, None)
 
     def _session(self, request: web.Request) -> Session:
-        """Return the session of a request, whose key it must have; ChatRefused says the same of a session that is not
-        there."""
+        """Return the session that a request names. ChatRefused, with the same message, if there is none or the key is
+        another."""
         given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         with suppress(ValueError):
             session = self._sessions.get(int(request.match_info["number"]))

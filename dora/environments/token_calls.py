@@ -9,40 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from dora.environments.api import Turn
-from dora.environments.chat import ChatRefused
+from dora.environments.chat import ChatRefused, Sampling
 
 _Ids = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(min_length=1)]
-#: Settings of sampling that a client may give, and that have no effect.
-_LEFT_ASIDE: Final = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
-
-
-class _Sampling(msgspec.Struct):
-    """What is read of `sampling_params`; other fields are ignored."""
-
-    n: int | None = None
-    logit_bias: Any = None
-    max_tokens: Any = None
-    temperature: Any = None
-    top_p: Any = None
-    top_k: Any = None
-    min_p: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    seed: Any = None
 
 
 class _Generate(msgspec.Struct):
     token_ids: _Ids
     model: str = ""
-    sampling_params: _Sampling = msgspec.field(default_factory=_Sampling)
+    sampling_params: Sampling = msgspec.field(default_factory=Sampling)
 
 
-class _Continue(_Sampling):
+class _Continue(Sampling, kw_only=True):
     prompt: Any = None
     model: str = ""
     stream: bool | None = None
@@ -76,13 +59,13 @@ def read_continue(body: bytes) -> TokenRequest:
             raise ChatRefused(f"{name}: is served by /v1/chat/completions only, or not at all")
     if asked.best_of not in (None, 1):
         raise ChatRefused("best_of: a session samples one answer at a time; repeat the request instead")
-    return TokenRequest(asked.model, tuple(prompt), "completions", _checked(asked))
+    return TokenRequest(asked.model, tuple(prompt), "completions", asked.left_aside())
 
 
 def read_generate(body: bytes) -> TokenRequest:
     """Return what a request of /inference/v1/generate asks for; ChatRefused if that is not supported."""
     asked: _Generate = _decoded(body, _Generate)
-    return TokenRequest(asked.model, tuple(asked.token_ids), "generate", _checked(asked.sampling_params))
+    return TokenRequest(asked.model, tuple(asked.token_ids), "generate", asked.sampling_params.left_aside())
 
 
 def _decoded(body: bytes, kind: Any) -> Any:
@@ -90,15 +73,6 @@ def _decoded(body: bytes, kind: Any) -> Any:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
         raise ChatRefused(f"the body is not such a request: {err}") from err
-
-
-def _checked(asked: _Sampling) -> tuple[str, ...]:
-    """Return the settings that have no effect; ChatRefused for those that cannot be left aside."""
-    if asked.n not in (None, 1):
-        raise ChatRefused(f"n: a session samples one answer at a time, not {asked.n}; repeat the request instead")
-    if asked.logit_bias:
-        raise ChatRefused("logit_bias: would change what the policy samples")
-    return tuple(name for name in (*_LEFT_ASIDE, "max_tokens") if getattr(asked, name) is not None)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ Transformers' tokenizers import torch (1.6-4 s, several hundred MB), which the c
 by jinja2 in the same sandbox and with the same settings (chat_template.py). tests/tasks/test_tokenizer.py compares both
 with transformers.
 
-Messages come from data, tools and agents. If their text spells a control token of the model (`<|im_end|>`), it does not
-become one, or whoever writes a message could end it and begin another one in the name of a user or the policy.
+Messages come from data, tools and agents. Text of a message that spells a control token of the model (`<|im_end|>`) is
+not encoded as that token. Otherwise, whoever writes a message could end it, and begin another one as the user or the
+policy.
 """
 
 from __future__ import annotations
@@ -108,15 +109,25 @@ class _Plain:
 
     def __init__(self, codec: tokenizers.Tokenizer) -> None:
         special = {token.content for token in codec.get_added_tokens_decoder().values() if token.special}
+        if codec.normalizer is not None:
+            special |= {codec.normalizer.normalize_str(word) for word in special}
         words = [re.escape(word) for word in sorted(special, key=len, reverse=True) if word]
         self._spelled = re.compile("|".join(words)) if words else None
         self._codec = codec
         self._made: tokenizers.Tokenizer | None = None
 
     def mark(self, text: str) -> str:
-        """Return text in which all that spells a control token is marked."""
+        """Return text in which all that spells a control token is marked: the whole, if the tokenizer's normalizer
+        makes one of other characters."""
         text = text.replace(_SPELLED, "\ufffd")
-        return self._spelled.sub(rf"{_SPELLED}\g<0>{_SPELLED}", text) if self._spelled is not None else text
+        if self._spelled is None:
+            return text
+        normalizer = self._codec.normalizer
+        if normalizer is not None:
+            normal = normalizer.normalize_str(text)
+            if len(self._spelled.findall(normal)) > len(self._spelled.findall(text)):
+                return f"{_SPELLED}{text}{_SPELLED}"
+        return self._spelled.sub(rf"{_SPELLED}\g<0>{_SPELLED}", text)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of text that spells control tokens, none of which is among them."""

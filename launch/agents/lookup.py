@@ -1,4 +1,4 @@
-"""An agent that finds where a key leads, with the client of OpenAI and nothing of DORA (launch/configs/agent-cpu.toml).
+"""An agent that finds where a key leads, with OpenAI's client and nothing of DORA (launch/configs/agent-cpu.toml).
 
 A warm program: each line of stdin is an episode, with the address and the key of its session, and any number of them
 run at a time. What it prints for each is the reward.

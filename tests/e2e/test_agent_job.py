@@ -1,4 +1,4 @@
-"""An agent that drives itself: the job with a tool, played by a program with the client of OpenAI and nothing of ours.
+"""The job with a tool, played by an agent that drives itself: it has OpenAI's client and nothing of ours.
 
 It samples what the environment of the same job samples, and goes on after kills.
 """

@@ -9,6 +9,7 @@
 | `failing` | asks, and ends with exit code 3 |
 | `rewarding` | gives its session a reward, and waits |
 | `children` | starts a process that would outlive it, whose PID is in the file that the row names |
+| `leaving` | asks, starts a process that keeps its output open, and ends; its PID is in the file that the row names |
 | `warm` | serves every episode as `echo`, but one whose row has `error`, and ends at one that has `end` |
 """
 
@@ -50,9 +51,10 @@ def main(what: str) -> None:
         ask(url, key, messages)
     if what == "rewarding":
         post(f"{os.environ['DORA_SESSION']}/reward", key, {"reward": 0.25})
-    if what == "children":
+    if what in ("children", "leaving"):
         with open(row["pid"], "w") as file:
             file.write(str(subprocess.Popen(["sleep", "600"]).pid))
+    if what == "children":
         ask(url, key, messages)
     if what in ("silent", "rewarding"):
         time.sleep(600)

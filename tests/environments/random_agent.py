@@ -1,7 +1,7 @@
 """A warm program whose episodes do anything that an agent may: `random_agent.py FILE`.
 
 It asks with messages or with token ids, streams or not, edits what was said, goes back, asks the same again, asks twice
-at a time, breaks its connection and asks again, and repeats requests as the client of OpenAI does. It fails an episode
+at a time, breaks its connection and asks again, and repeats requests as OpenAI's client does. It fails an episode
 if a repetition has another reply. FILE gets a line of JSON for each episode: its reward, which no other has, and the
 number of each turn with its token ids, as it was told. It shares no code with what it calls.
 """

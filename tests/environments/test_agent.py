@@ -94,6 +94,17 @@ async def test_a_program_and_what_it_started_end_with_its_episode(tmp_path: Path
     assert_nothing_runs()
 
 
+async def test_what_a_program_leaves_behind_neither_holds_up_its_episode_nor_outlives_it(tmp_path: Path) -> None:
+    agent = program("leaving")
+    await agent.reset(ROW | {"pid": str(tmp_path / "pid")})
+    async with asyncio.timeout(10):
+        assert await agent.step(Turn("four")) == End(reward=4.0)
+    child = psutil.Process(int((tmp_path / "pid").read_text()))
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    await agent.close()
+
+
 async def test_a_silent_program_can_be_left() -> None:
     agent = program("silent")
     await agent.reset(ROW)

@@ -1,4 +1,4 @@
-"""The messages API of Anthropic, with the client of Anthropic, and what it refuses."""
+"""The messages API of Anthropic, with Anthropic's client, and what it refuses."""
 
 from __future__ import annotations
 

@@ -193,7 +193,10 @@ async def test_what_is_not_served_is_refused_and_not_handed_over(caller: Caller,
 async def test_a_strict_session_refuses_what_has_no_effect(server: SessionServer, http: aiohttp.ClientSession) -> None:
     caller = Caller(server.open(is_strict=True), http)
     refused = await caller.post(ASK | {"temperature": 0, "max_completion_tokens": 9})
-    assert error(refused) == (400, "temperature, max_tokens: would have no effect; sampling is that of the run")
+    assert error(refused) == (
+        400,
+        "temperature, max_completion_tokens: would have no effect; sampling is that of the run",
+    )
 
 
 async def test_a_body_of_100_megabytes_is_refused(caller: Caller) -> None:
