@@ -5,11 +5,12 @@ The weights of a version that is its adapter alone are made of the model that th
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from threading import Event
 from typing import Final
 
-from dora import files, foreign
+from dora import foreign
 from dora.adapter_files import PROOF
 from dora.config.recorded import read_recorded
 from dora.core.ids import VersionId
@@ -82,8 +83,8 @@ def with_weights(run: RunFolder, version: VersionId, store: VersionStore) -> Pat
     """Return a folder of a version that has its weights; if it is an adapter alone, they are made, and kept."""
     if has_weights(store.manifest(version)):
         return store.folder(version)
-    files.make_folder(run.merged, exist_ok=True)
-    run.require_plain(run.merged)
+    if os.path.lexists(run.merged):
+        run.require_plain(run.merged)
     merged = VersionStore(memory_root=run.merged, durable_root=run.merged)
     if version not in merged.durable() or merged.differing(version):
         merged.discard(version)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from dora.app.evaluate import evaluation_of, overrides_of, version_named
+from dora.app.export import with_weights
 from dora.app.held_out import MAX_CAUSES, HeldOutAnswer, Results, SetFacts, read_results, set_result
 from dora.config.load import load
 from dora.config.schema import Config
-from dora.errors import ConfigError
+from dora.core.ids import VersionId
+from dora.errors import ConfigError, DoraError
 from dora.journal.run_folder import RunFolder
+from dora.weights.store import VersionStore
 
 
 def config(*overrides: str) -> Config:
@@ -106,3 +110,26 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     found = Results(run_id="r", model="m", seed=0, seconds=1.5, sets=[one])
     (tmp_path / "results.json").write_bytes(msgspec.json.encode(found))
     assert read_results(RunFolder(tmp_path)) == found
+
+
+@pytest.mark.parametrize("kind", ["pipe", "file", "link", "link inside"])
+def test_made_weights_are_kept_in_a_folder_of_the_run_alone(tmp_path: Path, kind: str) -> None:
+    (outside := tmp_path / "outside").mkdir()
+    (root := tmp_path / "run").mkdir()
+    run = RunFolder(root)
+    store = VersionStore(memory_root=run.versions, durable_root=run.versions)
+    staged = store.stage(VersionId(1))
+    (staged / "config.json").write_text("{}")
+    store.seal(VersionId(1), staged)
+    if kind == "pipe":
+        os.mkfifo(run.merged)
+    elif kind == "file":
+        run.merged.write_text("")
+    elif kind == "link":
+        run.merged.symlink_to(outside)
+    else:
+        run.merged.mkdir()
+        (run.merged / "v000001").symlink_to(outside)
+    with pytest.raises(DoraError, match=r"/merged.*: (is a |File exists)|/merged: .*File exists"):
+        with_weights(run, VersionId(1), store)
+    assert [*outside.iterdir()] == []
