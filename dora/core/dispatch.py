@@ -35,10 +35,17 @@ def fill_shared(state: State) -> None:
         return
     for entry in entries.values():
         _fill_waiting(state, entry)
-        if entry.num_waiting and entry.roomiest() is not None:
+        if _only_lacks_room(entry):
             return
     for entry in reversed(entries.values()):
         _admit(state, entry)
+        if _only_lacks_room(entry):
+            return
+
+
+def _only_lacks_room(entry: Version) -> bool:
+    """Whether a trajectory of the version is queued although servers take its work."""
+    return entry.num_waiting > 0 and entry.roomiest() is not None
 
 
 def _fill_waiting(state: State, entry: Version) -> None:

@@ -30,7 +30,7 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class Sampling(msgspec.Struct, kw_only=True):
+class SamplingFields(msgspec.Struct, kw_only=True):
     """Settings of sampling in a request, of all APIs."""
 
     n: int | None = None
@@ -51,11 +51,11 @@ class Sampling(msgspec.Struct, kw_only=True):
             raise ChatRefused(f"n: a session samples one answer at a time, not {self.n}; repeat the request instead")
         if self.logit_bias:
             raise ChatRefused("logit_bias: would change what the policy samples")
-        names = Sampling.__struct_fields__
+        names = SamplingFields.__struct_fields__
         return tuple(name for name in names if name not in ("n", "logit_bias") and getattr(self, name) is not None)
 
 
-class _ChatBody(Sampling, kw_only=True):
+class _ChatBody(SamplingFields, kw_only=True):
     """What is read of a request; other fields are ignored."""
 
     messages: list[dict[str, Any]]

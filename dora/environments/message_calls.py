@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from dora.environments.api import Message, Turn
-from dora.environments.chat import ChatRefused, ChatRequest, Sampling, text_of
+from dora.environments.chat import ChatRefused, ChatRequest, SamplingFields, text_of
 
 
-class _MessagesBody(Sampling, kw_only=True):
+class _MessagesBody(SamplingFields, kw_only=True):
     """What is read of a request; other fields are ignored."""
 
     messages: list[dict[str, Any]]

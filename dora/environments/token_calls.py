@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dora.environments.api import Turn
-from dora.environments.chat import ChatRefused, Sampling
+from dora.environments.chat import ChatRefused, SamplingFields
 
 _Ids = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(min_length=1)]
 
@@ -22,10 +22,10 @@ _Ids = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Met
 class _Generate(msgspec.Struct):
     token_ids: _Ids
     model: str = ""
-    sampling_params: Sampling = msgspec.field(default_factory=Sampling)
+    sampling_params: SamplingFields = msgspec.field(default_factory=SamplingFields)
 
 
-class _Continue(Sampling, kw_only=True):
+class _Continue(SamplingFields, kw_only=True):
     prompt: Any = None
     model: str = ""
     stream: bool | None = None

@@ -109,7 +109,7 @@ def _flip_version(session: Session, dice: random.Random) -> bool:
     path = session.folder / "versions" / f"v{newest:06d}"
     if not (path / "manifest.json").exists():
         return False
-    _flip(path / "model.safetensors", dice)
+    _flip(min(path.glob("*.safetensors")), dice)
     return True
 
 
