@@ -41,7 +41,6 @@ async def test_a_server_is_measured_and_left_as_it_was(
         )
     assert [point.batch for point in speeds.points] == [1, 2, 4] * 2
     assert all(0 < point.step_s < 1 for point in speeds.points)
-    assert speeds.points[0].batch / speeds.points[0].step_s < speeds.points[2].batch / speeds.points[2].step_s
     assert speeds.prefill_s_per_token >= 0
     assert speeds.pushes.bytes_s > 0
     assert await wire.weight_version() == START_LABEL
