@@ -57,6 +57,8 @@ log = structlog.get_logger(__name__)
 
 #: Delay before a version that could not be fetched is asked for again.
 FETCH_PAUSE_S: Final = 1.0
+#: How often it is looked whether ranks of this node have written a version that is waited for.
+LOOK_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,8 +209,10 @@ class Member:
         stored = await asyncio.to_thread(self._stored) if before is None else ()
         for version in {*stored, *self._held, *self._fetches}:
             order = orders.versions.get(version)
-            if order is None or self._manifests.get(version, _manifest(version, order)) != _manifest(version, order):
+            if order is None:
                 await self._drop(version)
+            elif self._manifests.get(version, _manifest(version, order)) != _manifest(version, order):
+                await self._forget(version)  # its files may be those that are wanted now
         for version, order in orders.versions.items():
             if version not in self._held and version not in self._fetches:
                 self._manifests[version] = manifest = _manifest(version, order)
@@ -316,12 +320,7 @@ class Member:
         try:
             is_here = await asyncio.to_thread(self._discard_others, manifest)
             if not is_here:
-                await self._ordered.until(lambda: bool(self._sources(version)))
-                self._receiving.add(version)
-                self._on_change()
-                await self._relay.fetch(
-                    manifest, last_known(partial(self._sources, version)), base=base, model=Path(self._paths.model)
-                )
+                is_here = await self._receive_unless_written(manifest, base)
             self._held[version] = await asyncio.to_thread(self._store.folder, version)
         finally:
             self._receiving.discard(version)
@@ -331,18 +330,44 @@ class Member:
             with suppress(StoreError):  # its base is not here; others fetch the whole version
                 await self._relay.offer_delta(version, base)
 
+    async def _receive_unless_written(self, manifest: Manifest, base: VersionId | None) -> bool:
+        """Receive a version; return whether ranks of this node have written it before it was received.
+
+        The only node that had it may have been lost.
+        """
+        receiving = asyncio.create_task(self._receive_from_sources(manifest, base), name=f"receive-{manifest.version}")
+        try:
+            while not (await asyncio.wait({receiving}, timeout=LOOK_S))[0]:
+                if self.has_ranks and await asyncio.to_thread(self._is_here, manifest):
+                    return True
+            receiving.result()
+            return False
+        finally:
+            receiving.cancel()
+            await asyncio.wait({receiving})
+
+    async def _receive_from_sources(self, manifest: Manifest, base: VersionId | None) -> None:
+        sources = partial(self._sources, manifest.version)
+        await self._ordered.until(lambda: bool(sources()))
+        self._receiving.add(manifest.version)
+        self._on_change()
+        await self._relay.fetch(manifest, last_known(sources), base=base, model=Path(self._paths.model))
+
     def _is_wanted(self, version: int) -> bool:
         return self._orders is None or version in self._orders.versions
 
     def _discard_others(self, manifest: Manifest) -> bool:
         """Delete files of another history under the version's number; return whether the version is here already."""
+        is_here = self._is_here(manifest)
+        if not is_here:
+            self._store.discard(manifest.version)
+        return is_here
+
+    def _is_here(self, manifest: Manifest) -> bool:
         try:
-            existing = self._store.manifest(manifest.version)
+            return self._store.manifest(manifest.version) == manifest
         except StoreError:
             return False
-        if existing != manifest:
-            self._store.discard(manifest.version)
-        return existing == manifest
 
     def _sources(self, version: int) -> list[VersionSource]:
         order = self._orders.versions.get(version) if self._orders is not None else None
@@ -354,14 +379,18 @@ class Member:
             return VersionSource(f"{address.scheme}://{self._controller}:{address.port}", source.key)
         return VersionSource(source.url, source.key)
 
-    async def _drop(self, version: int) -> None:
-        """Delete a version that is released or unknown."""
+    async def _forget(self, version: int) -> None:
+        """Hold and fetch a version no more."""
         if (fetch := self._fetches.get(version)) is not None:
             fetch.cancel()
             await asyncio.wait({fetch})
         await self._relay.stop(VersionId(version))
         self._held.pop(version, None)
         self._manifests.pop(version, None)
+
+    async def _drop(self, version: int) -> None:
+        """Delete a version that is released or unknown."""
+        await self._forget(version)
         with suppress(StoreError):
             await asyncio.to_thread(self._store.discard, VersionId(version))
 

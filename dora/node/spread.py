@@ -59,7 +59,7 @@ class Spread:
         self._manifests: dict[VersionId, Manifest] = {}
         self._own: dict[VersionId, Stock] = {}  # what this host has
         self._released: set[VersionId] = set()  # that nodes may still need as bases
-        #: Versions that the ranks will write again: on their node, so that the journaled bytes are kept.
+        #: Released versions that the ranks will write again: on their node, so that the journaled bytes are kept.
         self._again: dict[VersionId, Manifest] = {}
 
     def hold_again(self, manifest: Manifest) -> None:
@@ -69,8 +69,14 @@ class Spread:
         self.note_own(manifest.version)
 
     def has_again(self, place: Place) -> bool:
-        """Return whether the ranks' node has all versions that its ranks will write again."""
-        return place.report is not None and self._again.keys() <= place.report.versions.keys()
+        """Return whether the ranks' node has all versions that its ranks may write again, unless no node has them."""
+        others = [other for other in self._places if other is not place]
+        kept = {
+            version
+            for version in self._manifests
+            if self._own[version] is Stock.ALL or Stock.ALL in (_holding(other, version) for other in others)
+        }
+        return place.report is not None and self._again.keys() | kept <= place.report.versions.keys()
 
     def hold(self, manifest: Manifest) -> None:
         """Have the nodes receive a version that is journaled."""

@@ -353,6 +353,39 @@ async def test_a_version_with_other_bytes_than_the_journaled_ones_is_replaced(tm
             assert held(own) == FILES
 
 
+@pytest.mark.parametrize("source", ["none", "one that never sends it"])
+async def test_a_version_that_is_waited_for_is_had_once_ranks_of_the_node_have_written_it(
+    tmp_path: Path, source: str
+) -> None:
+    """The only node that had it was lost, and the ranks that replace its own write it again."""
+    there_once = store_at(tmp_path / "there")
+    manifest = publish(there_once)
+    with Hub() as there:
+        async with agent(tmp_path, there.address), node(there_once, after=0) as (_, proxy):
+            joined = await there.welcome(job(tmp_path), first_instance=-1)
+            sources = () if source == "none" else (RelaySource(url=proxy.url, key=KEY),)
+            await there.order(versions={3: order_of(manifest, *sources)})
+            await there.report(lambda told: told.serial == 1 and told.fetching == ((3,) if sources else ()))
+            own = VersionStore(memory_root=Path(joined.paths.memory_root), durable_root=Path(joined.paths.durable_root))
+            assert publish(own) == manifest
+            await there.report(lambda told: 3 in told.versions and not told.fetching)
+            assert held(own) == FILES
+
+
+async def test_a_version_that_ranks_of_the_node_wrote_otherwise_is_kept_once_it_is_journaled(tmp_path: Path) -> None:
+    manifest = publish(store_at(tmp_path / "there"))
+    with Hub() as there:
+        async with agent(tmp_path, there.address):
+            joined = await there.welcome(job(tmp_path), first_instance=-1)
+            await there.order(versions={3: order_of(manifest)})
+            await there.report(lambda told: told.serial == 1)
+            own = VersionStore(memory_root=Path(joined.paths.memory_root), durable_root=Path(joined.paths.durable_root))
+            other = publish(own, 3, FILES | {"config.json": b"written again"})
+            await there.order(versions={3: order_of(other)})
+            await there.report(lambda told: 3 in told.versions)
+            assert held(own)["config.json"] == b"written again"
+
+
 async def test_what_an_earlier_process_of_the_node_left_is_not_used(tmp_path: Path) -> None:
     with Hub() as there:
         async with agent(tmp_path, there.address):

@@ -318,6 +318,23 @@ async def test_a_version_that_is_published_again_before_it_has_arrived_is_waited
         await asyncio.gather(first, again)
 
 
+async def test_ranks_wait_for_the_versions_that_they_may_write_again_unless_no_node_has_them(tmp_path: Path) -> None:
+    two = ("nodes.expected=2", "nodes.train=1", "nodes.servers=2")
+    async with controller(tmp_path, *two) as there:
+        spread = there.cluster.spread
+        with Peer(there.address, "a") as trains, Peer(there.address, "b") as serves:
+            await joined(there, trains, serves)
+            maker = there.cluster.places[0]
+            assert maker.has_ranks
+            for version in (3, 4):
+                spread.hold(publish(store_at(tmp_path / "lost"), version))
+            assert spread.has_again(maker)  # no node has them, so its ranks write them
+            await serves.send(serves.reports(versions={3: "/v"}))
+            await there.until(lambda cluster: not spread.has_again(maker))
+            await trains.send(trains.reports(versions={3: "/v"}))
+            await there.until(lambda cluster: spread.has_again(maker))
+
+
 async def test_a_released_version_stays_until_the_delta_to_it_has_arrived(tmp_path: Path) -> None:
     two = ("nodes.expected=2", "nodes.train=0", "nodes.deltas=10", "trainer.publish_dtype=bfloat16")
     async with controller(tmp_path, *two) as there:
