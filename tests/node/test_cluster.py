@@ -324,6 +324,8 @@ async def test_ranks_wait_for_the_versions_that_they_may_write_again_unless_no_n
         spread = there.cluster.spread
         with Peer(there.address, "a") as trains, Peer(there.address, "b") as serves:
             await joined(there, trains, serves)
+            for peer in (trains, serves):
+                await peer.until(NodeOrders, saying=peer.reports())
             maker = there.cluster.places[0]
             assert maker.has_ranks
             for version in (3, 4):
