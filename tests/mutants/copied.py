@@ -19,6 +19,8 @@ from tests.mutants.mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
+#: More for each test.
+TEST_S = 10
 #: Exit codes of pytest. Any other means that the tests did not run properly.
 PASSED, FAILED, NONE_CHOSEN = 0, 1, 5
 
@@ -79,7 +81,7 @@ class Copy:
             env={**environment, "PYTHONPATH": str(self._folder)},
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=TIMEOUT_S + TEST_S * len(nodes),
             check=False,
         )
         return Outcome(done.returncode, time.monotonic() - began, "\n".join(done.stdout.splitlines()[-15:]))
