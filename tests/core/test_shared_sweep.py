@@ -119,3 +119,7 @@ def test_every_job_with_adapters_ends_whatever_its_surroundings_do(runs: int) ->
             raise
         seen.update(type(fact).__name__ for event, orders in o.journal for fact in (event, *orders))
     assert seen.keys() >= _KINDS
+
+
+def test_a_group_of_an_older_version_does_not_overtake_what_was_admitted_a_moment_before() -> None:
+    run(560)

@@ -50,15 +50,25 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "sharing-small-ones-overtake",
-            "        if entry.num_waiting and entry.roomiest() is not None:\n            return\n",
-            "",
+            "        _fill_waiting(state, entry)\n        if _only_lacks_room(entry):\n            return\n",
+            "        _fill_waiting(state, entry)\n",
             "test_nothing_overtakes_a_trajectory_that_lacks_room",
         ),
         (
             "sharing-waits-for-what-no-server-has",
-            "        if entry.num_waiting and entry.roomiest() is not None:\n",
-            "        if entry.num_waiting:\n",
+            "    return entry.num_waiting > 0 and entry.roomiest() is not None\n",
+            "    return entry.num_waiting > 0\n",
             "test_what_no_server_can_serve_yet_holds_up_nothing",
+        ),
+    ),
+    *of(
+        "dora/core/dispatch.py",
+        "tests/core/test_shared_sweep.py",
+        (
+            "sharing-older-groups-overtake-what-was-admitted",
+            "        _admit(state, entry)\n        if _only_lacks_room(entry):\n            return\n",
+            "        _admit(state, entry)\n",
+            "test_a_group_of_an_older_version_does_not_overtake_what_was_admitted_a_moment_before",
         ),
     ),
     *of(

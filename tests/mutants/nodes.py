@@ -51,6 +51,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "dora/node/spread.py",
         "tests/node/test_cluster.py",
         (
+            "ranks-write-again-what-another-node-has",
+            "self._again.keys() | kept <= place",
+            "self._again.keys() <= place",
+            "test_ranks_wait_for_the_versions_that_they_may_write_again_unless_no_node_has_them",
+        ),
+        (
             "the-base-of-a-delta-is-deleted-at-once",
             "if not self._is_base(version)]",
             "]",
@@ -99,21 +105,33 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "versions-unknown-to-a-new-controller-kept",
-            "            if order is None or self._manifests",
-            "            if order is not None and self._manifests",
+            "            if order is None:\n                await self._drop(version)\n            elif",
+            "            if order is not None and",
             "test_versions_that_a_new_controller_does_not_know_are_deleted_and_others_stay",
         ),
         (
             "version-of-an-earlier-controller-kept-with-other-files",
-            "order is None or self._manifests.get(version, _manifest(version, order)) != _manifest(version, order):",
-            "order is None:",
+            "            elif self._manifests.get(version, _manifest(version, order)) != _manifest(version, order):\n",
+            "            elif False:\n",
             "test_a_version_with_other_bytes_than_the_journaled_ones_is_replaced",
         ),
         (
             "files-of-another-history-held",
-            "        if existing != manifest:\n",
-            "        if False:\n",
+            "            return self._store.manifest(manifest.version) == manifest\n",
+            "            return bool(self._store.manifest(manifest.version))\n",
             "test_a_version_with_other_bytes_than_the_journaled_ones_is_replaced",
+        ),
+        (
+            "versions-written-by-ranks-not-seen-while-they-are-received",
+            "            while not (await asyncio.wait({receiving}, timeout=LOOK_S))[0]:\n",
+            "            while not (await asyncio.wait({receiving}))[0]:\n",
+            "test_a_version_that_is_waited_for_is_had_once_ranks_of_the_node_have_written_it",
+        ),
+        (
+            "versions-that-ranks-wrote-otherwise-deleted",
+            "                await self._forget(version)  # its files may be those that are wanted now\n",
+            "                await self._drop(version)\n",
+            "test_a_version_that_ranks_of_the_node_wrote_otherwise_is_kept_once_it_is_journaled",
         ),
         (
             "files-of-an-earlier-process-used",
