@@ -284,6 +284,7 @@ def _episodes(opened: Opened, inputs: EpisodeInputs, graders: Graders) -> Episod
         is_graded=lambda trajectory: graders.of(trajectory) is not None,
         limits=EpisodeLimits(
             max_turns=config.environment.max_turns,
+            max_prompt_tokens=config.task.max_prompt_tokens,
             max_tokens=config.rollout.max_new_tokens,
             max_row_tokens=config.max_row_tokens,
             timeout_s=config.environment.episode_timeout_s,

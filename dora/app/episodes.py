@@ -45,4 +45,4 @@ async def _enter_environment(stack: AsyncExitStack, config: Config) -> EpisodeIn
             f"task.rewards: {config.environment.name} ends its episodes without a reward of its own, so they must be "
             "graded; add [[task.rewards]], or override step of the environment and return End(reward=...)"
         )
-    return EpisodeInputs(pool, renderer, Conversations(pool, renderer))
+    return EpisodeInputs(pool, renderer, Conversations(pool, renderer, own_prompts=config.environment.own_prompts))

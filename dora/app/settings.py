@@ -38,7 +38,7 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
         steps=config.run.steps,
         groups_per_step=rollout.groups_per_step,
         group_size=rollout.group_size,
-        max_new_tokens=rollout.max_new_tokens,
+        max_new_tokens=config.longest_request if config.environment.own_prompts else rollout.max_new_tokens,
         num_ranks=config.data_groups,
         micro_batch_tokens=config.pass_tokens,
         updates=trainer.updates,
@@ -53,6 +53,7 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
         eval_every=config.eval.every,
         deterministic=trainer.device == "cpu",
         adapters=config.engine.adapters,
+        own_prompts=config.environment.own_prompts,
     )
 
 

@@ -31,6 +31,8 @@ MAX_NODES = 1 << 12
 CPU_NODE_SERVERS = 2
 #: Largest rank of an adapter.
 MAX_LORA_RANK = 1 << 12
+#: Name of the environment that runs programs that drive themselves.
+AGENT = "dora.environments.agent:Agent"
 #: What the prompts of the default job ask for.
 SUMS = "Sums: a3b4c2= asks for 3 + 4 + 2; answers that end in 09 are right."
 
@@ -455,6 +457,11 @@ class EnvironmentConfig(Section):
     def capacity(self) -> int:
         """The number of episodes for which all hosts have room; 0 without an environment."""
         return self.hosts * self.episodes_per_host if self.name else 0
+
+    @property
+    def own_prompts(self) -> bool:
+        """Whether each episode begins with a prompt of its own, the first request of a program that drives itself."""
+        return self.name == AGENT
 
 
 class EvalSetConfig(Section):

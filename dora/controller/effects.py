@@ -87,7 +87,7 @@ class Sampling:
             max_new_tokens=self.bound(trajectory, record) - start,
             temperature=self.temperature if is_training else self.evaluations.locate(trajectory)[0].temperature,
             stop_tokens=self.eos_ids,
-            seed=self.seed_of(trajectory, start),
+            seed=self.seed_of(trajectory, start - record.prompt_end),
             label=label,
             adapter=adapter,
         )
@@ -106,7 +106,10 @@ class Sampling:
         """Return the token budget of an answer."""
         most = self.max_row_tokens if trajectory >= 0 else None
         return answer_bound(
-            self.max_new_tokens, prompt=len(record.prompt.tokens), forks=record.forks, max_row_tokens=most
+            self.max_new_tokens + record.prompt_end,
+            prompt=len(record.prompt.tokens),
+            forks=record.forks,
+            max_row_tokens=most,
         )
 
     def is_over(self, trajectory: TrajectoryId, record: TrajectoryRecord) -> bool:
@@ -244,13 +247,13 @@ class GradeAnswer:
         if self.fails_truncated and record.truncated and trajectory >= 0:
             reason = f"truncated: {record.truncated}"
             return ev.TrajectoryGraded(self.now(), trajectory, order.attempt, None, reason)
-        prompt = record.prompt
+        prompt, own = record.prompt, record.prompt_end
         request = GradeRequest(
-            prompt=prompt.text,
-            response=self.tokenizer.decode(record.tokens.tolist()),
+            prompt=prompt.text or self.tokenizer.decode(record.tokens[:own].tolist(), special_tokens=True),
+            response=self.tokenizer.decode(record.tokens[own:].tolist()),
             answer=prompt.answer,
             metadata=prompt.metadata,
-            num_tokens=len(record.tokens),
+            num_tokens=len(record.tokens) - own,
             max_tokens=self.max_new_tokens,
             finish="length" if record.truncated else "stop",
             source=prompt.label,

@@ -13,6 +13,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import TrajectoryId
-from dora.environments.api import End, Observation, Turn
+from dora.environments.api import End, Observation, Reset, Turn
 from dora.environments.episode import Episode, conversation_of
 from dora.environments.pool import EnvironmentPool
 from dora.environments.renderer import Renderer, RenderingFailed
@@ -32,7 +33,12 @@ from dora.tasks.prompts import Conversation
 
 log = structlog.get_logger(__name__)
 
-_Outcome = Observation | End | EnvironmentFailed
+
+class _Begun:
+    """An episode that has begun with a prompt of its own, which is not in its record yet."""
+
+
+_Outcome = Observation | End | EnvironmentFailed | _Begun
 
 #: How often a lost environment is replayed for one call: the call itself may be what kills the environment.
 MAX_REPLAYS: Final = 3
@@ -44,16 +50,24 @@ _PROMPTS: Final = count(1 << 62)
 class Conversations:
     """Makes the prompts of episodes: their environment gives the messages, the renderer the tokens."""
 
-    def __init__(self, pool: EnvironmentPool, renderer: Renderer) -> None:
+    def __init__(self, pool: EnvironmentPool, renderer: Renderer, *, own_prompts: bool = False) -> None:
+        """`own_prompts`: each episode begins with a prompt of its own; then one of each source is begun as a check."""
         self._pool = pool
         self._renderer = renderer
+        self._own_prompts = own_prompts
+        self._checked: set[str] = set()  # sources
         self._loop = asyncio.get_running_loop()
 
     def __call__(self, row: Mapping[str, Any], source: str, where: str) -> Conversation:
         """Return the beginning of an episode with this row. It blocks: call it in a thread."""
+        if source in self._checked:
+            return Conversation(is_own=True)
         conversation = asyncio.run_coroutine_threadsafe(self._begin(row, source, where), self._loop).result()
         if conversation.failed:
             log.warning("no_prompt", row=where, source=source, reason=conversation.failed)
+        elif self._own_prompts:
+            self._checked.add(source)
+            return Conversation(is_own=True)
         return conversation
 
     async def _begin(self, row: Mapping[str, Any], source: str, where: str) -> Conversation:
@@ -81,6 +95,7 @@ class EpisodeLimits:
     """What ends an episode that its environment does not end."""
 
     max_turns: int
+    max_prompt_tokens: int  # of an episode's own prompt
     max_tokens: int  # of an answer, observations included
     max_row_tokens: int | None = None  # of all rows together of a forked episode in training; None: no bound
     timeout_s: float | None = None  # since the first request of the episode; None: no bound
@@ -112,9 +127,11 @@ class Episodes:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def __call__(self, order: cmd.CallEnvironment) -> ev.Event:
-        """Give a turn to the environment, and append its observation."""
+        """Give a turn to the environment, and append its observation; or begin an episode that has its own prompt."""
         trajectory = order.trajectory
         record = self._trajectories.begin(trajectory, order.attempt)
+        if record.began_at is None:
+            record.began_at = self._now()
         if self._is_late(record):
             record.truncated = "time"
             return self._event(order, record, ended=True)
@@ -165,6 +182,8 @@ class Episodes:
             if isinstance(began, EnvironmentFailed):
                 return began
             episode = self._open[trajectory] = began
+            if not record.tokens:
+                return _Begun()
         outcome = await self._pool.step(trajectory, self._end_turn(episode, record), may_replay=may_replay)
         if not isinstance(outcome, Observation):
             self._open.pop(trajectory, None)
@@ -177,8 +196,7 @@ class Episodes:
         if record.observed and not self._pool.can_replay:
             return EnvironmentFailed("host", "its environment ended with an earlier controller")
         prompt = record.prompt
-        conversation = prompt.conversation
-        assert conversation is not None
+        assert prompt.conversation is not None
         source = prompt.label or prompt.source
         reset = await self._pool.start(
             trajectory,
@@ -190,19 +208,12 @@ class Episodes:
         )
         if isinstance(reset, EnvironmentFailed):
             return reset
-        given = [*(reset.tokens or prompt.tokens)]
-        if [*reset.messages, *reset.tools, given] != [*conversation.messages, *conversation.tools, [*prompt.tokens]]:
-            reason = "reset returned other messages or tools than before for the same row"
-            return self._pool.fail(trajectory, EnvironmentFailed("invalid", reason))
-        episode = Episode(
-            self._renderer,
-            reset.messages,
-            max_tokens=self._limits.max_tokens,
-            max_row_tokens=self._limits.max_row_tokens if trajectory >= 0 else None,
-            tools=reset.tools,
-            prompt=prompt.tokens,
-        )
+        episode = await self._begun(trajectory, record, reset)
+        if isinstance(episode, EnvironmentFailed):
+            return self._pool.fail(trajectory, episode)
         for turn, (start, _) in enumerate(record.observed):
+            if not start:  # its own prompt
+                continue
             outcome = await self._pool.step(
                 trajectory, self._end_turn(episode, record, end=start), may_replay=may_replay
             )
@@ -211,6 +222,37 @@ class Episodes:
             if not _is_as_recorded(outcome, episode, record, turn=turn):
                 reason = f"the environment answered turn {turn} differently than before"
                 return self._pool.fail(trajectory, EnvironmentFailed("replay", reason))
+        return episode
+
+    async def _begun(
+        self, trajectory: TrajectoryId, record: TrajectoryRecord, reset: Reset
+    ) -> Episode | EnvironmentFailed:
+        """Return an episode with its prompt, which must be the recorded one."""
+        conversation = record.prompt.conversation
+        assert conversation is not None
+        new = partial(
+            Episode,
+            self._renderer,
+            max_tokens=self._limits.max_tokens,
+            max_row_tokens=self._limits.max_row_tokens if trajectory >= 0 else None,
+        )
+        if not conversation.is_own:
+            prompt = record.prompt.tokens
+            given = [*reset.messages, *reset.tools, [*(reset.tokens or prompt)]]
+            if given != [*conversation.messages, *conversation.tools, [*prompt]]:
+                reason = "reset returned other messages or tools than before for the same row"
+                return EnvironmentFailed("invalid", reason)
+            return new(reset.messages, tools=reset.tools, prompt=prompt)
+        episode = new((), own_prompt=True)
+        try:
+            await asyncio.to_thread(episode.begin, reset.messages, tools=reset.tools, tokens=reset.tokens)
+        except RenderingFailed as err:
+            return EnvironmentFailed("invalid", str(err))
+        if (found := len(episode.tokens)) > self._limits.max_prompt_tokens:
+            most = self._limits.max_prompt_tokens
+            return EnvironmentFailed("invalid", f"it begins with {found} tokens, task.max_prompt_tokens allows {most}")
+        if record.observed and episode.tokens != record.tokens[: record.prompt_end]:
+            return EnvironmentFailed("replay", "the environment began differently than before")
         return episode
 
     def _end_turn(self, episode: Episode, record: TrajectoryRecord, *, end: int | None = None) -> Turn:
@@ -224,11 +266,11 @@ class Episodes:
         ids, logprobs = episode.tokens[start:].tolist(), episode.logprobs[start:].tolist()
         return dataclasses.replace(turn, token_ids=tuple(ids), logprobs=tuple(logprobs))
 
-    def _finished(
-        self, order: cmd.CallEnvironment, record: TrajectoryRecord, outcome: Observation | End | EnvironmentFailed
-    ) -> ev.CallFinished:
+    def _finished(self, order: cmd.CallEnvironment, record: TrajectoryRecord, outcome: _Outcome) -> ev.CallFinished:
         reward, graded, failed = 0.0, False, ""
-        if isinstance(outcome, Observation):
+        if isinstance(outcome, _Begun):
+            self._trajectories.observe(order.trajectory, order.attempt, self._open[order.trajectory].tokens)
+        elif isinstance(outcome, Observation):
             reward = outcome.reward
             failed = self._observe(order, record, outcome)
         elif isinstance(outcome, End):
@@ -268,7 +310,8 @@ class Episodes:
 
     def _observe(self, order: cmd.CallEnvironment, record: TrajectoryRecord, outcome: Observation) -> str:
         """Append the tokens of an observation, unless a budget ends the episode; return why it cannot go on, or ""."""
-        if len(record.observed) + 1 >= self._limits.max_turns:
+        turns = len(record.observed) + 1 - bool(record.prompt_end)
+        if turns >= self._limits.max_turns:
             record.truncated = "turns"
             return ""
         episode = self._open[order.trajectory]
@@ -286,7 +329,7 @@ class Episodes:
         return ""
 
 
-def _is_lost(outcome: Outcome) -> bool:
+def _is_lost(outcome: Outcome | _Begun) -> bool:
     return isinstance(outcome, EnvironmentFailed) and outcome.cause == "host"
 
 

@@ -73,6 +73,11 @@ class TrajectoryRecord:
         """Position of the first token of the current turn."""
         return self.observed[-1][1] if self.observed else 0
 
+    @property
+    def prompt_end(self) -> int:
+        """Number of tokens of the answer that are a prompt of its own; 0 if it has that of its group."""
+        return self.observed[0][1] if self.observed and not self.observed[0][0] else 0
+
     def loss_mask(self) -> array[int]:
         """Return 1 for each sampled token and 0 for each of an observation."""
         mask = array("B", b"\x01") * len(self.tokens)
@@ -99,7 +104,8 @@ class TrajectoryRecord:
     def rewards_to_go(self, reward: float | None) -> list[float]:
         """Return for each turn the sum of its and all later rewards. `reward`: the sum of all; None gives NaN."""
         left = math.nan if reward is None else reward
-        earlier = self.turn_rewards[: len(self.observed)]  # one for each observation; the last turn gets the rest
+        # One for each observation after a turn; the last turn gets the rest.
+        earlier = self.turn_rewards[bool(self.prompt_end) : len(self.observed)]
         return [left - given for given in accumulate(earlier, initial=0.0)]
 
     @property

@@ -40,7 +40,7 @@ class Generate(Command, frozen=True):
 
 
 class CallEnvironment(Command, frozen=True):
-    """Make the call with which the turn ended, once its intent is on disk → CallFinished."""
+    """Make the call with which the turn ended, once its intent is on disk, or ask for the prompt → CallFinished."""
 
     trajectory: TrajectoryId
     attempt: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from dora.core.commands import CondemnInstance, Generate, StopRequest
+from dora.core.commands import CallEnvironment, CondemnInstance, Generate, StopRequest
 from dora.core.phases import TrajectoryPhase, WeightsPhase
 from dora.core.state import State, fail
 from dora.core.tables import Holding, Server, Trajectory
@@ -20,6 +20,7 @@ GROWTH: Final = 1.25
 _RESIDENT: Final = TrajectoryPhase.RESIDENT  # globals: see tables.py
 _STOPPING: Final = TrajectoryPhase.STOPPING
 _WAITING: Final = TrajectoryPhase.WAITING
+_CALLING: Final = TrajectoryPhase.CALLING
 
 
 def footprint_of(state: State, num_prompt_tokens: int, num_tokens: int) -> int:
@@ -31,7 +32,14 @@ def footprint_of(state: State, num_prompt_tokens: int, num_tokens: int) -> int:
 
 
 def begin(state: State, trajectory: Trajectory, instance: Server, *, footprint: int) -> None:
-    """Make a trajectory resident on an instance of its version, and order its request."""
+    """Make a trajectory resident on an instance of its version, and order its request.
+
+    If it has no prompt yet, order the call that returns it; the trajectory keeps the slot.
+    """
+    if state.settings.own_prompts and not trajectory.num_tokens:
+        call(state, trajectory)
+        seat(state, trajectory, instance, footprint=footprint)
+        return
     trajectory.attempt += 1
     trajectory.move(_RESIDENT, state.cause)
     trajectory.seen_at = state.now
@@ -42,6 +50,14 @@ def begin(state: State, trajectory: Trajectory, instance: Server, *, footprint: 
     state.out.append(
         Generate(trajectory.id, trajectory.attempt, instance.id, trajectory.version, trajectory.num_tokens)
     )
+
+
+def call(state: State, trajectory: Trajectory) -> None:
+    """Order a call of a trajectory's environment."""
+    trajectory.move(_CALLING, state.cause)
+    trajectory.attempt += 1
+    state.called_at = state.now
+    state.out.append(CallEnvironment(trajectory.id, trajectory.attempt))
 
 
 def seat(state: State, trajectory: Trajectory, instance: Server, *, footprint: int) -> None:

@@ -1,7 +1,7 @@
 """Handlers of events about calls of environments, between the turns of a trajectory.
 
-Invariant: a call is ordered once for each CallStarted, and again only after a restart of the controller, for an
-environment that can be replayed. An event of an old attempt changes nothing.
+Invariant: a call is ordered once for each CallStarted, and once for a prompt of its own; and again only after a restart
+of the controller, for an environment that can be replayed. An event of an old attempt changes nothing.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from heapq import heappop, heappush
 from typing import Final
 
 from dora.core import events as ev
-from dora.core.commands import CallEnvironment
 from dora.core.endings import abandon, end_generation, finish, forget_discarded, go_on, grade, is_abandoned
 from dora.core.moves import move_call
-from dora.core.occupancy import begin, end, footprint_of, hold, take_count, unhold, unreserve, wait
+from dora.core.occupancy import begin, call, end, footprint_of, hold, take_count, unhold, unreserve, wait
 from dora.core.on_requests import check_spans, decoding, graded
 from dora.core.phases import TrajectoryPhase
 from dora.core.state import State
@@ -40,7 +39,7 @@ def on_call_started(state: State, event: ev.CallStarted) -> None:
         return
     trajectory.last = instance
     kept = target if trajectory.phase is _STOPPING else instance  # none of its requests runs, so a move ends here
-    _call(state, trajectory)
+    call(state, trajectory)
     if state.settings.orchestration.calls == "keep":
         hold(state, trajectory, kept)
     else:
@@ -71,13 +70,6 @@ def let_slots_go(state: State) -> None:
         trajectory = state.trajectories.get(id)
         if trajectory is not None and trajectory.attempt == attempt and trajectory.instance is not None:
             move_call(state, trajectory, None)
-
-
-def _call(state: State, trajectory: Trajectory) -> None:
-    trajectory.move(_CALLING, state.cause)
-    trajectory.attempt += 1
-    state.called_at = state.now
-    state.out.append(CallEnvironment(trajectory.id, trajectory.attempt))
 
 
 def on_call_finished(state: State, event: ev.CallFinished) -> None:
@@ -139,7 +131,7 @@ def restart_call(state: State, trajectory: Trajectory, *, replayable: bool) -> N
     if is_abandoned(trajectory):
         _abandon(state, trajectory)
     elif replayable:
-        _call(state, trajectory)
+        call(state, trajectory)
     else:
         unhold(state, trajectory)
         _environment_failed(state, trajectory, cause=RESTARTED)

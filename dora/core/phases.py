@@ -71,7 +71,7 @@ class Decision(enum.StrEnum):
     """A decision of `decide.settle` that changes phases. One event may make several of them due."""
 
     COMMIT = "commit"  #: complete groups are committed, and a full step is closed: CommitGroup, CloseStep
-    DISPATCH = "dispatch"  #: free slots of a version are filled: Generate
+    DISPATCH = "dispatch"  #: free slots of a version are filled: Generate, CallEnvironment
     PLACE = "place"  #: instances are given another version: PushWeights, UnloadVersion
     CONSOLIDATE = "consolidate"  #: an old version is packed onto fewer instances: StopRequest
     DISMISS = "dismiss"  #: empty instances leave the run: DismissInstance
@@ -118,6 +118,7 @@ GROUP: Final[Table[GroupPhase]] = {
 TRAJECTORY: Final[Table[TrajectoryPhase]] = {
     TrajectoryPhase.WAITING: {
         TrajectoryPhase.RESIDENT: {Decision.DISPATCH},
+        TrajectoryPhase.CALLING: {Decision.DISPATCH},  # for a prompt of its own
         TrajectoryPhase.ABANDONED: {ev.GenerationFailed, Decision.COMMIT},
     },
     TrajectoryPhase.RESIDENT: {

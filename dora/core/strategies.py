@@ -141,6 +141,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_eval_share: float = 0.1  #: share of all slots for samples, while training could use the slots
     decode_time: DecodeTime = DecodeTime()
     prefill_s_per_token: float = 5e-5  #: time to prefill the context of a trajectory again after a call
+    own_prompts: bool = False  #: a trajectory begins with a call, which returns its prompt; that of its group is empty
     adapters: bool = False  #: versions are adapters, which a server serves side by side; else each is a full model
     deterministic: bool = False  #: the trainer writes the same bytes for the same waves, so a replay may not differ
 

@@ -69,15 +69,17 @@ class Episode:
         max_row_tokens: int | None = None,
         tools: Sequence[Tool] = (),
         prompt: Sequence[int] = (),
+        own_prompt: bool = False,
     ) -> None:
-        """`messages`: the first prompt, if it is not tokens; `prompt`: its tokens, if they are known.
+        """`messages`: the first prompt, if it is not tokens; `prompt`: its tokens, if they are known. `own_prompt`: the
+        prompt is part of the answer, and `begin` adds it.
 
         `max_tokens`: bound of the answer, observations included. `max_row_tokens`: bound of all rows together; None: no
         bound.
         RenderingFailed: `messages` cannot be rendered.
         """
-        conversation = conversation_of(messages) if messages or not prompt else []
-        self.prompt = array("i", prompt or renderer.render(conversation, tools=tools))
+        conversation = conversation_of(messages) if messages or not (prompt or own_prompt) else []
+        self.prompt = array("i", prompt or renderer.render(conversation, tools=tools) if not own_prompt else ())
         self.tokens = array("i")  #: the answer: sampled tokens and those between turns
         self.mask = bytearray()  #: 1 for a sampled token
         self.logprobs = array("f")  #: 0 where the mask is 0
@@ -103,6 +105,18 @@ class Episode:
     def context(self) -> list[int]:
         """Return the tokens that the next request continues."""
         return self._row(len(self._branches) - 1).tolist()
+
+    def begin(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), tokens: Sequence[int] = ()) -> int:
+        """Append a prompt of its own, messages or tokens; return its number of tokens. RenderingFailed as above.
+
+        The answer may have as many tokens more.
+        """
+        conversation = [] if tokens else conversation_of(messages)
+        added = self._renderer.require_known(tokens) if tokens else self._renderer.begin(conversation, tools=tools)
+        self.tools = tuple(tools)
+        self._branches[0].messages = conversation
+        self.max_tokens += len(added)
+        return self._add(added)
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append sampled tokens of the current turn; they may come in several parts, from several servers."""

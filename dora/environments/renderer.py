@@ -33,6 +33,8 @@ Tool = Mapping[str, Any]
 _FIELD: Final = "environment.renderer"
 #: The family that uses the chat template; it cannot continue turns, because where a turn ends in a template is unknown.
 _TEMPLATE: Final = "default"
+#: First prompts that are kept: those of the groups that begin at about the same time.
+MAX_BEGUN: Final = 64
 #: Exceptions that third-party parsers may raise for text that a policy sampled.
 _PARSER_ERRORS: Final = (AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
@@ -50,6 +52,7 @@ class Renderer:
         self._has_template = has_template
         self._renderer = renderer
         self._tokenizer = tokenizer
+        self._begun: dict[bytes, list[int]] = {}  # messages and tools -> tokens of a first prompt
         self._own_stops = frozenset(renderer.get_stop_token_ids())
         self.stop_ids = tuple(sorted(self._own_stops | set(tokenizer.eos_ids)))
 
@@ -72,7 +75,20 @@ class Renderer:
 
     def begin(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the tokens of a first prompt. RenderingFailed also if the chat template, by which the family was
-        recognized, renders them differently: probes cannot cover all messages and tools. It may block for a while."""
+        recognized, renders them differently: probes cannot cover all messages and tools. It may block for a while.
+
+        Siblings mostly begin with the same messages, so the last MAX_BEGUN prompts are kept.
+        """
+        key = msgspec.json.encode([messages, tools])
+        if (known := self._begun.get(key)) is not None:
+            return [*known]
+        ids = self._begin(messages, tools)
+        if len(self._begun) >= MAX_BEGUN:
+            self._begun.pop(next(iter(self._begun)), None)
+        self._begun[key] = ids
+        return [*ids]
+
+    def _begin(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         ids = self.render(messages, tools=tools)
         if self._has_template:
             try:

@@ -1,9 +1,9 @@
 """The audit of calls of environments: the part of C2 by which a call is made at most once.
 
-The intent of a call, the CallStarted with which a turn ended, is in the journal before the call is ordered. A call is
-ordered once, and once more only if a new controller reports that the environment can be replayed. No turn or grading
-begins while a call is under way, and the tokens that a call appends follow all tokens known before. Replays are
-counted.
+The intent of a call, the CallStarted with which a turn ended, is in the journal before the call is ordered; the call
+for the own prompt of a trajectory, before all turns, needs none. A call is ordered once, and once more only if a new
+controller reports that the environment can be replayed. No turn or grading begins while a call is under way, and the
+tokens that a call appends follow all tokens known before. Replays are counted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import TrajectoryId
-from dora.journal.audit_fleet import check_spans, end_request, take_count
+from dora.journal.audit_fleet import answer_of, check_spans, end_request, take_count
 from dora.journal.audit_ledger import take_reward
 from dora.journal.audit_tables import AuditedAnswer, AuditTables
 
@@ -29,13 +29,19 @@ def _on_call_started(t: AuditTables, event: ev.CallStarted) -> None:
 
 
 def _call_environment(t: AuditTables, order: cmd.CallEnvironment) -> None:
-    answer = t.answers.get(order.trajectory)
-    if answer is None or not answer.intent:
+    answer = answer_of(t, order.trajectory)
+    if answer is None or not (answer.intent or _has_no_prompt(t, answer)):
         found = f"calls its environment (attempt {order.attempt}) without an intent in the journal"
         t.find(C2_CALLS, "trajectory", order.trajectory, found)
     if answer is not None:
         answer.intent = False
         answer.calling = order.attempt
+
+
+def _has_no_prompt(t: AuditTables, answer: AuditedAnswer) -> bool:
+    """Whether the first call is due, which returns the trajectory's own prompt."""
+    is_begun = answer.num_tokens or answer.calling is not None or answer.finished
+    return t.settings.own_prompts and not is_begun
 
 
 def _on_call_finished(t: AuditTables, event: ev.CallFinished) -> None:

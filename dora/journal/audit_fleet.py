@@ -109,7 +109,7 @@ def _on_controller_restarted(t: AuditTables, event: ev.ControllerRestarted) -> N
         instance.barred = False
     t.removed.clear()
     for trajectory, num_tokens in event.num_tokens.items():
-        answer = _answer_of(t, trajectory)
+        answer = answer_of(t, trajectory)
         if answer is not None and not answer.finished and answer.calling is None:
             take_count(t, trajectory, answer, num_tokens)
 
@@ -229,7 +229,7 @@ def _on_version_unload_failed(t: AuditTables, event: ev.VersionUnloadFailed) -> 
 
 def _generate(t: AuditTables, order: cmd.Generate) -> None:
     id = order.trajectory
-    answer = _answer_of(t, id)
+    answer = answer_of(t, id)
     if answer is None:
         t.find("C2 ledger", "trajectory", id, "is generated, but belongs to no admitted group")
         return
@@ -243,6 +243,8 @@ def _generate(t: AuditTables, order: cmd.Generate) -> None:
         t.find(C1_SERVING, "trajectory", id, found)
     if instance.barred:
         t.find(DRAIN, "trajectory", id, f"goes to instance {order.instance}, which was drained")
+    if t.settings.own_prompts and not order.num_tokens:
+        t.find(C2_TOKENS, "trajectory", id, "is generated without the prompt that its environment is to return")
     if order.num_tokens != answer.num_tokens:
         begin = f"continues from {order.num_tokens} tokens (attempt {order.attempt})"
         t.find(C2_TOKENS, "trajectory", id, f"{begin}, but {answer.num_tokens} are known: a scheduling abort")
@@ -261,7 +263,7 @@ def _generate(t: AuditTables, order: cmd.Generate) -> None:
     instance.residents.add(id)
 
 
-def _answer_of(t: AuditTables, id: TrajectoryId) -> AuditedAnswer | None:
+def answer_of(t: AuditTables, id: TrajectoryId) -> AuditedAnswer | None:
     """Return the entry of a trajectory; an evaluation sample gets an entry when it first appears."""
     samples = len(t.settings.eval_prompt_tokens)
     if id < 0 and samples and id not in t.answers and id not in t.lengths:

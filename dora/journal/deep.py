@@ -232,13 +232,9 @@ def _check(
     tolerance: float,
 ) -> VersionCheck:
     rows = [row for t in trajectories for row in t.rows()]
-    sequences, prompt_lengths = [ids for ids, _ in rows], [keep for _, keep in rows]
     is_sampled = np.concatenate([t.is_sampled for t in trajectories])
     recorded = np.concatenate([np.asarray(t.logprobs, np.float64) for t in trajectories])
-    delta, delta_next = (
-        (np.concatenate(score(model, sequences, prompt_lengths)).astype(np.float64) - recorded)[is_sampled]
-        for model in folders
-    )
+    delta, delta_next = ((_scored(score, model, rows).astype(np.float64) - recorded)[is_sampled] for model in folders)
     return VersionCheck(
         version=version,
         num_trajectories=len(trajectories),
@@ -249,6 +245,13 @@ def _check(
         k3_next=float(np.median(np.expm1(delta_next) - delta_next)),
         tolerance=tolerance,
     )
+
+
+def _scored(score: Score, model: Path, rows: Sequence[tuple[Sequence[int], int]]) -> npt.NDArray[np.float32]:
+    """Return the log-probs of the own parts of all rows; 0 for the first token of one that begins without a prompt."""
+    scored = score(model, [ids for ids, _ in rows], [max(1, keep) for _, keep in rows])
+    parts = [np.pad(part, (0 if keep else 1, 0)) for (_, keep), part in zip(rows, scored, strict=True)]
+    return np.concatenate(parts)
 
 
 def render_deep(report: DeepReport) -> str:

@@ -46,6 +46,7 @@ class Conversation:
     tools: Sequence[Mapping[str, Any]] = ()
     tokens: Sequence[int] = ()
     failed: str = ""  # the reason if the environment could not make it; otherwise ""
+    is_own: bool = False  # each episode begins with its own, which is not known yet
 
 
 #: (row, label of its source, name of the row) -> Conversation; it may block, and is called in a thread.
@@ -271,7 +272,8 @@ def _rendered(
         conversation = converse(row, source.label or source.name, where)
         text, tokens = tokenizer.decode(conversation.tokens, special_tokens=True), conversation.tokens
         skipped = conversation.failed and f"{where}: {conversation.failed}"
-    if not skipped and not 0 < len(tokens) <= task.max_prompt_tokens:
+    is_known = conversation is None or not conversation.is_own
+    if is_known and not skipped and not 0 < len(tokens) <= task.max_prompt_tokens:
         limit = task.max_prompt_tokens
         skipped = f"{where}: the prompt has {len(tokens)} tokens, task.max_prompt_tokens allows 1 to {limit}"
         if not tokens:

@@ -77,7 +77,7 @@ class Dialog:
             self.pool,  # type: ignore[arg-type]
             self.renderer,
             trajectories=trajectories,
-            limits=EpisodeLimits(**{"max_turns": 9, "max_tokens": 1000, **limits}),
+            limits=EpisodeLimits(**{"max_turns": 9, "max_prompt_tokens": 500, "max_tokens": 1000, **limits}),
             now=lambda: self.at,
         )
 

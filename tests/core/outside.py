@@ -226,6 +226,7 @@ class Outside:
         assert t not in self.requests, "a trajectory is generated twice at the same time"
         assert t not in self.calls, "a trajectory is generated during its call"
         assert order.num_tokens == self.tokens.setdefault(t, 0), "C2: not from all its tokens"
+        assert order.num_tokens or not self.settings.own_prompts, "generated without its prompt"
         assert server.up
         assert order.instance not in self.barred
         assert server.holds(order.version), f"C1: instance {order.instance} does not hold it: {order}"
@@ -238,10 +239,15 @@ class Outside:
         assert sum(r.order.instance == order.instance for r in self.requests.values()) <= server.slots
 
     def _CallEnvironment(self, order: cmd.CallEnvironment) -> None:
-        assert order.trajectory not in self.requests
-        assert order.trajectory not in self.calls
-        self.intents.remove(order.trajectory)  # a KeyError is a call without an intent, or a second one
-        self.calls[order.trajectory] = order
+        t = order.trajectory
+        assert t not in self.requests
+        assert t not in self.calls
+        if self.settings.own_prompts and t not in self.tokens:  # it asks for its prompt
+            self.tokens[t] = 0
+            self.totals[t] = self._length()
+        else:
+            self.intents.remove(t)  # a KeyError is a call without an intent, or a second one
+        self.calls[t] = order
 
     def _GradeTrajectory(self, order: cmd.GradeTrajectory) -> None:
         assert order.trajectory not in self.requests
@@ -445,7 +451,7 @@ class Outside:
         assert self.fetch is not None
         order, self.fetch = self.fetch, None
         count = order.count if self.prompts is None else max(0, min(order.count, self.prompts - order.first))
-        lengths = tuple(1 + (order.first + i) % 7 for i in range(count))
+        lengths = tuple(0 if self.settings.own_prompts else 1 + (order.first + i) % 7 for i in range(count))
         self.deliver(ev.PromptsArrived(self.now, order.first, lengths, count < order.count))
 
     def produce(self, t: TrajectoryId, num_tokens: int) -> int:
@@ -515,7 +521,9 @@ class Outside:
         self.answer(ev.CallFinished(self.now, t, order.attempt, total, ended, failed, float(t % 3), graded))
 
     def any_result(self, t: TrajectoryId) -> None:
-        self.end_call(t, num_tokens=self.random.randint(0, 9), ended=self.random.random() < 0.1)
+        begins = self.settings.own_prompts and not self.tokens[t]
+        ended = not begins and self.random.random() < 0.1
+        self.end_call(t, num_tokens=self.random.randint(int(begins), 9), ended=ended)
 
     def grade(self, t: TrajectoryId, reward: float | None) -> None:
         order = self.grades.pop(t)

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from typing import Final
 
+import msgspec
 import pytest
 
 from dora.core.orchestration import SWITCHES, orchestration_of
@@ -84,11 +85,11 @@ def disturb(o: Outside, r: random.Random) -> None:
     r.choice(acts)()
 
 
-def run(seed: int) -> Outside:
+def run(seed: int, *, own_prompts: bool = False) -> Outside:
     """A job with everything in it; it ends."""
     r = random.Random(seed)
     o = Outside(
-        job_of(r),
+        msgspec.structs.replace(job_of(r), own_prompts=own_prompts),
         seed=seed,
         num_servers=r.choice([1, 1, 2, 4]),
         prompts=r.choice([None, None, r.randint(0, 24)]),
@@ -121,5 +122,18 @@ def test_every_job_with_adapters_ends_whatever_its_surroundings_do(runs: int) ->
     assert seen.keys() >= _KINDS
 
 
+<<<<<<< HEAD
 def test_a_group_of_an_older_version_does_not_overtake_what_was_admitted_a_moment_before() -> None:
     run(560)
+=======
+@pytest.mark.parametrize("runs", [30, pytest.param(300, marks=pytest.mark.deep)])
+def test_so_does_every_job_whose_trajectories_begin_with_a_call(runs: int) -> None:
+    for seed in range(runs):
+        try:
+            o = run(seed, own_prompts=True)
+            report = audit_entries(o.first_settings, o.journal)
+            assert report.ok or o.settings.rules.discards, report.violations
+        except BaseException as err:
+            err.add_note(f"in the job of seed {seed}")
+            raise
+>>>>>>> a305dad0 (Agents: a trajectory that begins with a call has a prompt of its own)

@@ -159,6 +159,26 @@ def test_so_does_every_job_with_calls(runs: int) -> None:
     assert min(seen["environment_failed"], seen["repeated"]) > 0
 
 
+@pytest.mark.parametrize("runs", [40, pytest.param(400, marks=pytest.mark.deep)])
+def test_so_does_every_job_whose_trajectories_begin_with_a_call(runs: int) -> None:
+    begun: Counter[str] = Counter()
+    for seed in range(runs):
+        w = world(seed, calls=True)
+        samples = tuple(0 for _ in w.settings.eval_prompt_tokens)
+        w.settings = msgspec.structs.replace(w.settings, own_prompts=True, eval_prompt_tokens=samples)
+        w.state = State(w.settings)
+        try:
+            _run_to_the_end(w)
+            report = audit_entries(w.settings, w.journal)
+            assert report.environment_failed == sum(w.state.counters.environment_failed.values())
+        except BaseException as err:
+            err.add_note(f"in the job of seed {seed}")
+            raise
+        for _, orders in w.journal:
+            begun.update(order.num_tokens > 0 for order in orders if isinstance(order, cmd.Generate))
+    assert begun.keys() == {True}
+
+
 @pytest.mark.parametrize("runs", [20, pytest.param(80, marks=pytest.mark.deep)])
 def test_so_does_every_job_whose_hosts_have_little_room(runs: int) -> None:
     """`invariants.check` counts the episodes after every event."""

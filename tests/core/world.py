@@ -161,19 +161,17 @@ class World:
         left = order.count if self.prompts is None else max(0, min(order.count, self.prompts - order.first))
         dry = self.prompts is not None and order.first + left >= self.prompts
         epoch = self.epoch
+        lengths = (0 if self.settings.own_prompts else 3,) * left
         self.at(
             0.01,
-            lambda: ev.PromptsArrived(self.now, order.first, (3,) * left, dry) if epoch == self.epoch else None,
+            lambda: ev.PromptsArrived(self.now, order.first, lengths, dry) if epoch == self.epoch else None,
         )
 
     def _Generate(self, order: cmd.Generate) -> None:
         t = order.trajectory
-        if t not in self.totals:
-            draw = self.length or (
-                lambda r: min(self.settings.max_new_tokens, 1 + int(r.expovariate(1 / 6)) ** 2 // 4 + 1)
-            )
-            self.totals[t] = draw(self.random)
+        self._draw_total(t)
         assert order.num_tokens <= self.totals[t]
+        assert order.num_tokens or not self.settings.own_prompts, f"trajectory {t} has no prompt"
         assert self.running.get(t) is None, f"trajectory {t} runs twice"
         holds = self.adapters[order.instance] if self.settings.adapters else {self.held[order.instance]}
         assert order.version in holds
@@ -188,6 +186,13 @@ class World:
         if self.chance(self.faults.request_fails):
             self.at(self.random.random(), lambda: self._end_request(t, attempt, failed=True))
         self.at((self.turns[t] - order.num_tokens) * self.token_s, lambda: self._end_request(t, attempt))
+
+    def _draw_total(self, t: TrajectoryId) -> None:
+        if t not in self.totals:
+            draw = self.length or (
+                lambda r: min(self.settings.max_new_tokens, 1 + int(r.expovariate(1 / 6)) ** 2 // 4 + 1)
+            )
+            self.totals[t] = draw(self.random)
 
     def produced(self, t: TrajectoryId) -> int:
         _, start, _, since = self.running[t]
@@ -218,15 +223,20 @@ class World:
     def _CallEnvironment(self, order: cmd.CallEnvironment) -> None:
         t, epoch = order.trajectory, self.epoch
         assert t not in self.running
+        is_first = self.settings.own_prompts and t not in self.totals
+        if is_first:
+            self._draw_total(t)
+            self.calling[t] = 0
         before = self.calling[t]
-        ended = self.chance(self.faults.call_ends)
+        begins = self.settings.own_prompts and not before  # again, if the controller was restarted meanwhile
+        ended = not begins and self.chance(self.faults.call_ends)
         failed = "injected" if self.chance(self.faults.call_fails) else ""
 
         def end() -> ev.Event | None:
             if epoch != self.epoch:
                 return None
             del self.calling[t]
-            n = self.random.randint(before, self.totals[t])
+            n = self.random.randint(before, self.totals[t]) if not begins else 1
             if ended:
                 self.totals[t] = n
             event = ev.CallFinished(self.now, t, order.attempt, n, ended, failed)

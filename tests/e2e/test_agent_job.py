@@ -47,16 +47,44 @@ def test_a_program_may_render_its_conversations_by_itself(tmp_path: Path) -> Non
     assert_audit_clean(folder)
     kept = [one for one in read_kept(folder.trajectories) if not one.truncated]
     assert kept
-    assert all(len(one.observed) == 1 and not one.forks and one.reward in (0.0, 1.0) for one in kept)
-    assert {one.prompt_tokens for one in kept} == {tuple(ASK)}
+    assert all(len(one.observed) == 2 and not one.forks and one.reward in (0.0, 1.0) for one in kept)
+    assert {one.tokens[: one.observed[0][1]] for one in kept} == {tuple(ASK)}
+    deep = run_to_end("audit", str(folder.root), "--deep")
+    assert deep.returncode == 0, deep.stdout
+
+
+def test_each_sibling_may_begin_in_its_own_way(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tests" / "environments" / "moody_agent.py")]
+    options = f"{{command = {json.dumps(command)}}}"
+    values = {
+        **SMALL,
+        "run__folder": tmp_path,
+        "environment__options": options,
+        "run__steps": 2,
+        "objective__truncated": "mask",
+    }
+    result = run_to_end("run", "launch/configs/agent-cpu.toml", *settings(**values), cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    [root] = tmp_path.iterdir()
+    folder = RunFolder(root)
+    assert_audit_clean(folder)
+    stored = read_tokens(folder.tokens, wanted=set(range(8 * 8)))
+    assert not any(len(prompt.tokens) for prompt in stored.prompts.values())
+    begun = [tuple(answer.tokens[: answer.observed[0][1]]) for answer in stored.answers.values() if answer.observed]
+    assert len(set(begun)) > len(begun) / 2
+    assert all(answer.loss_mask[answer.observed[0][1]] for answer in stored.answers.values() if answer.observed)
+    failed = [event.failed for event in events_of(folder, ev.CallFinished) if event.failed]
+    assert failed
+    assert all(reason.startswith("raised: ") and "exit code 1" in reason for reason in failed)
     deep = run_to_end("audit", str(folder.root), "--deep")
     assert deep.returncode == 0, deep.stdout
 
 
 def answers_of_version_0(folder: RunFolder) -> dict[int, list[int]]:
-    """The tokens of the first step's episodes."""
+    """The tokens of the first step's episodes, their prompts included."""
     store = read_tokens(folder.tokens, wanted=set(range(4 * 8)))
-    return {id: answer.tokens.tolist() for id, answer in store.answers.items() if id < 4 * 8}
+    answers = {id: answer.tokens.tolist() for id, answer in store.answers.items() if id < 4 * 8}
+    return {id: [*store.prompts[id // 8].tokens, *tokens] for id, tokens in answers.items()}
 
 
 def test_it_samples_what_the_environment_of_the_same_job_does_and_outlives_its_controller(tmp_path: Path) -> None:
