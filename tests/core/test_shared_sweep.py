@@ -122,10 +122,10 @@ def test_every_job_with_adapters_ends_whatever_its_surroundings_do(runs: int) ->
     assert seen.keys() >= _KINDS
 
 
-<<<<<<< HEAD
 def test_a_group_of_an_older_version_does_not_overtake_what_was_admitted_a_moment_before() -> None:
     run(560)
-=======
+
+
 @pytest.mark.parametrize("runs", [30, pytest.param(300, marks=pytest.mark.deep)])
 def test_so_does_every_job_whose_trajectories_begin_with_a_call(runs: int) -> None:
     for seed in range(runs):
@@ -136,4 +136,3 @@ def test_so_does_every_job_whose_trajectories_begin_with_a_call(runs: int) -> No
         except BaseException as err:
             err.add_note(f"in the job of seed {seed}")
             raise
->>>>>>> a305dad0 (Agents: a trajectory that begins with a call has a prompt of its own)
