@@ -324,7 +324,8 @@ RARE: Final[dict[Change, Callable[[], object]]] = {
     ("WEIGHTS", W.DRAINING, W.LOST, ev.InstanceLost): a_draining_instance_is_lost,
     ("WEIGHTS", W.DRAINING, W.LOST, ev.ControllerRestarted): a_controller_restarts_during_a_move,
     ("WEIGHTS", W.LOST, W.SERVING, ev.InstanceUp): a_server_is_taken_over,
-    # Random jobs have no adapters.
+    # Random jobs have no adapters, and all siblings have the prompt of their group.
+    ("TRAJECTORY", T.WAITING, T.CALLING, Decision.DISPATCH): lambda: started(own_prompts=True),
     ("WEIGHTS", W.SERVING, W.UNLOADING, Decision.PLACE): unloading,
     ("WEIGHTS", W.QUARANTINED, W.UNLOADING, Decision.PLACE): a_failed_load_is_unloaded,
     ("WEIGHTS", W.UNLOADING, W.BLANK, ev.VersionUnloaded): lambda: unloading().unloaded(0, 0),

@@ -26,7 +26,7 @@ from dora.tasks.tokenizer import Tokenizer
 
 WORLDS = Path(__file__).parent / "worlds.py"
 EPISODE = TrajectoryId(0)
-LIMITS = EpisodeLimits(max_turns=9, max_tokens=1_000)
+LIMITS = EpisodeLimits(max_turns=9, max_prompt_tokens=500, max_tokens=1_000)
 
 
 class NoLog:
