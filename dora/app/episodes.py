@@ -25,14 +25,19 @@ class EpisodeInputs:
     converse: Conversations
 
 
-async def enter_inputs(stack: AsyncExitStack, config: Config) -> tuple[Inputs, EpisodeInputs | None]:
-    """Open the inputs of a run, and its environment if it has one."""
-    episodes = await _enter_environment(stack, config)
+async def enter_inputs(
+    stack: AsyncExitStack, config: Config, *, own_prompts: bool = True
+) -> tuple[Inputs, EpisodeInputs | None]:
+    """Open the inputs of a run, and its environment if it has one.
+
+    `own_prompts`: episodes may begin with prompts of their own, which are not known yet; else one is begun for each.
+    """
+    episodes = await _enter_environment(stack, config, own_prompts=own_prompts and config.environment.own_prompts)
     converse = episodes.converse if episodes is not None else None
     return await asyncio.to_thread(open_inputs, config, converse=converse), episodes
 
 
-async def _enter_environment(stack: AsyncExitStack, config: Config) -> EpisodeInputs | None:
+async def _enter_environment(stack: AsyncExitStack, config: Config, *, own_prompts: bool) -> EpisodeInputs | None:
     """Open the renderer and start a host; None if the run has no environment. ConfigError names the invalid field."""
     if not config.environment.name:
         return None
@@ -45,4 +50,4 @@ async def _enter_environment(stack: AsyncExitStack, config: Config) -> EpisodeIn
             f"task.rewards: {config.environment.name} ends its episodes without a reward of its own, so they must be "
             "graded; add [[task.rewards]], or override step of the environment and return End(reward=...)"
         )
-    return EpisodeInputs(pool, renderer, Conversations(pool, renderer, own_prompts=config.environment.own_prompts))
+    return EpisodeInputs(pool, renderer, Conversations(pool, renderer, own_prompts=own_prompts))

@@ -196,7 +196,8 @@ class Episodes:
         if record.observed and not self._pool.can_replay:
             return EnvironmentFailed("host", "its environment ended with an earlier controller")
         prompt = record.prompt
-        assert prompt.conversation is not None
+        if prompt.skipped:
+            return EnvironmentFailed("invalid", prompt.skipped)
         source = prompt.label or prompt.source
         reset = await self._pool.start(
             trajectory,

@@ -19,9 +19,9 @@ from dora.controller.fleet import Fleet
 from dora.controller.in_flight import InFlight
 from dora.controller.inbox import Inbox
 from dora.controller.run_tasks import RunTasks
-from dora.controller.trajectories import Trajectories
+from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.core import commands as cmd
-from dora.core.ids import VersionId
+from dora.core.ids import TrajectoryId, VersionId
 from dora.core.phases import GroupPhase
 from dora.journal.commits import Commits
 
@@ -80,11 +80,15 @@ class Orders:
     def _start_durable(self, order: cmd.Command, position: int) -> None:
         self._begin(order, after=position)
 
+    def _record(self, trajectory: TrajectoryId) -> TrajectoryRecord:
+        """Return a record; that of an evaluation sample is created when the sample begins."""
+        if trajectory < 0:
+            eval_set, index = self.evaluations.locate(trajectory)
+            self.trajectories.open(trajectory, eval_set.prompts[index])
+        return self.trajectories.records[trajectory]
+
     def _generate(self, order: cmd.Generate, position: int) -> None:
-        if order.trajectory < 0:
-            eval_set, index = self.evaluations.locate(order.trajectory)
-            self.trajectories.open(order.trajectory, eval_set.prompts[index])
-        record = self.trajectories.records[order.trajectory]
+        record = self._record(order.trajectory)
         follows_call = bool(record.observed) and record.turn_start == len(record.tokens)
         task = self._begin(order, after=position if follows_call else 0)
         if task is not None:
@@ -95,6 +99,7 @@ class Orders:
         self._begin(order)
 
     def _call(self, order: cmd.CallEnvironment, position: int) -> None:
+        self._record(order.trajectory)
         task = self._begin(order, after=position)
         if task is not None:
             self.calls.add(task)

@@ -21,7 +21,7 @@ from dora import files, foreign
 from dora.core.ids import GroupId, StepId, TrajectoryId, Truncation, VersionId, evaluation_index, group_of
 from dora.errors import ConfigError, one_line
 from dora.journal.rows import Fork, row_ids
-from dora.journal.tokens import TokenStore
+from dora.journal.tokens import StoredAnswer, TokenStore
 
 #: Largest median |Δ log-prob| between engine and scorer under the trajectory's own version, by the coarser of their
 #: data types. Measured on a CPU with the seed policy and the embedded engine, five versions each: 0 if both compute in
@@ -162,8 +162,7 @@ def altered_rows(
     for number, kept in enumerate(read_kept(path), start=1):
         answer, prompt = stored.answers.get(kept.trajectory), stored.prompts.get(kept.group)
         is_same = (
-            answer is not None
-            and (
+            (
                 _is_of_evaluation(kept, evaluated)
                 if kept.trajectory < 0
                 else (
@@ -174,16 +173,22 @@ def altered_rows(
                     and kept.prompt_tokens == tuple(prompt.tokens)
                 )
             )
-            and kept.tokens == tuple(answer.tokens)
-            and np.array_equal(np.asarray(kept.logprobs, np.float32), answer.logprobs)
-            and np.array_equal(kept.is_sampled, answer.loss_mask)
-            and kept.forks == answer.forks
+            and (_has(answer, kept) if answer is not None else not kept.tokens)  # its environment failed at once
         )
         if not is_same:
             yield f"{path}, line {number}: trajectory {kept.trajectory} is not what journal and token store have"
         if kept.trajectory in seen:
             yield f"{path}, line {number}: trajectory {kept.trajectory} is there a second time"
         seen.add(kept.trajectory)
+
+
+def _has(answer: StoredAnswer, kept: KeptTrajectory) -> bool:
+    return (
+        kept.tokens == tuple(answer.tokens)
+        and np.array_equal(np.asarray(kept.logprobs, np.float32), answer.logprobs)
+        and np.array_equal(kept.is_sampled, answer.loss_mask)
+        and kept.forks == answer.forks
+    )
 
 
 def _is_of_evaluation(kept: KeptTrajectory, evaluated: Sequence[int]) -> bool:

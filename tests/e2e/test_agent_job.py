@@ -61,7 +61,7 @@ def test_each_sibling_may_begin_in_its_own_way(tmp_path: Path) -> None:
         "run__folder": tmp_path,
         "environment__options": options,
         "run__steps": 2,
-        "objective__truncated": "mask",
+        "eval__sets": '[{name = "heldout", prompts = 8, source = {kind = "seeds"}}]',
     }
     result = run_to_end("run", "launch/configs/agent-cpu.toml", *settings(**values), cwd=ROOT)
     assert result.returncode == 0, result.stderr
@@ -74,8 +74,9 @@ def test_each_sibling_may_begin_in_its_own_way(tmp_path: Path) -> None:
     assert len(set(begun)) > len(begun) / 2
     assert all(answer.loss_mask[answer.observed[0][1]] for answer in stored.answers.values() if answer.observed)
     failed = [event.failed for event in events_of(folder, ev.CallFinished) if event.failed]
-    assert failed
-    assert all(reason.startswith("raised: ") and "exit code 1" in reason for reason in failed)
+    assert {reason.partition(":")[0] for reason in failed} <= {"raised", "set_aside"}  # a row that fails too often
+    assert any("exit code 1" in reason for reason in failed)
+    assert [order.version for order in orders_of(folder, cmd.ReportEvaluation)] == [0, 2]
     deep = run_to_end("audit", str(folder.root), "--deep")
     assert deep.returncode == 0, deep.stdout
 
