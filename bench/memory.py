@@ -12,6 +12,8 @@ they do not grow with answers. The figures are:
             one answer without checkpointing and with plain logits, and how much longer an answer may be with
             checkpointing `full` and log-probs in tiles: measured at the length of the bar, and from there on by the
             straight line through the peaks of this length and half of it.
+  adapter   of rank 32 in place of all weights, the same model in bfloat16: weights, gradients and moments (two for each
+            trained value); and the peak of forward and backward with checkpointing `full`.
   time      of the same two at equal length, CPU seconds, the faster of two rounds in turns; and of `selective`.
 Ceiling: the plain form of the same model, in the same run.
 """
@@ -19,9 +21,11 @@ Ceiling: the plain form of the same model, in the same run.
 from __future__ import annotations
 
 import gc
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,16 +34,24 @@ from result import Report, parser
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from dora.learning.learner import OneRank
 from dora.trainer import attention
 from dora.trainer.checkpointing import Mode, apply_checkpointing
+from dora.trainer.forecast import trial_row
 from dora.trainer.live_bytes import LiveBytes, activation_bytes
 from dora.trainer.logprobs import Finish, TiledLogProbs, logprobs
-from dora.trainer.model import decoder_layers
+from dora.trainer.meshes import make_mesh
+from dora.trainer.model import Policy, decoder_layers
 from dora.trainer.packing import Row, make_row
+from dora.transport.messages import LoraSettings
 
 WORDS = 150_000
 HIDDEN = 64  # of the head alone
 FINISH, TEMPERATURE = Finish(scale=0.5, cap=30.0), 0.7
+LORA = LoraSettings(
+    rank=32, alpha=32.0, rslora=False, seed=0,
+    targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+)  # fmt: skip
 MIB = 2**20
 CPU = torch.device("cpu")
 
@@ -147,6 +159,30 @@ def measure_answers(report: Report, *, words: int, base: int, times: int) -> Non
                against=f"{room / MIB:.0f} MiB, as above", ratio=last / room, bar="ratio <= 1")  # fmt: skip
 
 
+def measure_adapter(report: Report, *, tokens: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, OneRank():
+        Policy12(words=32_000, mode="none", tiles=True).model.save_pretrained(folder)
+        full, adapter = (held_by_rank(Path(folder), lora=lora, tokens=tokens) for lora in (None, LORA))
+    figures = ("weights, gradients, moments", f"peak at {tokens} tokens")
+    for figure, mine, whole in zip(figures, adapter, full, strict=True):
+        what, against = f"an adapter of rank {LORA.rank}: {figure}", f"all weights, {whole / MIB:,.0f} MiB"
+        report.row(what, mine / MIB, "MiB", against=against, ratio=mine / whole)
+
+
+def held_by_rank(folder: Path, *, lora: LoraSettings | None, tokens: int) -> tuple[int, int]:
+    """Return the bytes of weights, gradients and moments, and the peak of a forward and backward pass beside them."""
+    policy = Policy(folder, mesh=make_mesh("cpu"), dtype=torch.bfloat16, activation_checkpointing="full", lora=lora)
+    row = trial_row(tokens, longest=tokens)
+    policy.prepare(closes_update=True)
+    with LiveBytes() as live:
+        logprobs(policy.model, row, temperature=TEMPERATURE)[0].sum().backward()
+        peak = live.peak(without=policy.gradients().values())
+    trained, shards, gradients = (
+        sum(tensor.nbytes for tensor in of.values()) for of in (policy.trained(), policy.shards(), policy.gradients())
+    )
+    return shards + gradients + 2 * trained, peak
+
+
 def measure_time(report: Report, *, words: int, tokens: int) -> None:
     before = Policy12(words=words, mode="none", tiles=False)
     forms: dict[str, Policy12] = {
@@ -185,6 +221,7 @@ def main() -> None:
         lambda: measure_head(report),
         lambda: measure_answers(report, words=32_000, base=256 * scale, times=3),
         lambda: measure_answers(report, words=WORDS, base=128 * scale, times=6),
+        lambda: measure_adapter(report, tokens=512 * scale),
         lambda: measure_time(report, words=32_000, tokens=256 * scale),
     ]
     for step in steps:
