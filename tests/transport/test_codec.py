@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -40,6 +41,8 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         return st.builds(annotation, **{name: values(hint) for name, hint in get_type_hints(annotation).items()})
     if annotation in (int, StepId, TrajectoryId, VersionId):
         return st.integers(-(2**63), 2**63 - 1)
+    if origin in (Union, UnionType):
+        return st.one_of([values(one) for one in get_args(annotation)])
     if annotation == tuple[int, ...]:
         return st.lists(values(int)).map(tuple)
     return st.from_type(annotation)
