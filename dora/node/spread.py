@@ -73,7 +73,7 @@ class Spread:
         others = [other for other in self._places if other is not place]
         kept = {
             version
-            for version in self._manifests
+            for version in self._manifests.keys() - self._released
             if self._own[version] is Stock.ALL or Stock.ALL in (_holding(other, version) for other in others)
         }
         return place.report is not None and self._again.keys() | kept <= place.report.versions.keys()

@@ -335,6 +335,10 @@ async def test_ranks_wait_for_the_versions_that_they_may_write_again_unless_no_n
             await there.until(lambda cluster: not spread.has_again(maker))
             await trains.send(trains.reports(versions={3: "/v"}))
             await there.until(lambda cluster: spread.has_again(maker))
+            spread.hold(publish(spread._store, 5))
+            assert not spread.has_again(maker)
+            spread.release(5)  # it may stay as the base of a delta, but is deleted here
+            assert spread.has_again(maker)
 
 
 async def test_a_released_version_stays_until_the_delta_to_it_has_arrived(tmp_path: Path) -> None:
