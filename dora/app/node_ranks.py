@@ -76,6 +76,7 @@ class NodeRanks:
             self._opened.tell(f"{why}; training goes on with {of_all}")
         maker, spread = self._active[0], self._cluster.spread
         spread.maker = maker
+        self._cluster.changes.tell()  # it is to receive the versions
         await self._within(lambda: spread.has_again(maker), "the versions of the run")
         first = self._report(maker)
         for number, place in enumerate(self._active):
