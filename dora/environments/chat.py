@@ -170,6 +170,7 @@ class Said:
 
     returned: Message
     recorded: Message
+    stop: tuple[str, ...] = ()  # of its request
 
 
 def said(turn: Turn, *, stop: Sequence[str]) -> Said:
@@ -177,15 +178,21 @@ def said(turn: Turn, *, stop: Sequence[str]) -> Said:
     recorded = assistant_message(turn)
     text = recorded["content"]
     cuts = [at for word in stop if word and (at := text.find(word)) >= 0]
-    return Said({**recorded, "content": text[: min(cuts)] if cuts else text}, recorded)
+    return Said({**recorded, "content": text[: min(cuts)] if cuts else text}, recorded, tuple(stop))
 
 
 def as_recorded(messages: Sequence[Message], turns: Sequence[Said]) -> list[Message]:
     """Return a conversation in which what the agent repeats of earlier turns is as the episode has it.
 
-    An agent may drop reasoning, strip spaces, or write the arguments of a call in another way.
+    An agent may drop reasoning, strip spaces, end the text with a string at which the turn was to stop, or write the
+    arguments of a call in another way.
     """
-    known = {_loose(turn.returned): turn.recorded for turn in turns}
+    known = {
+        _loose({**turn.returned, "content": text + end}): turn.recorded
+        for turn in turns
+        for text in (turn.returned["content"], turn.returned["content"].strip())
+        for end in (*turn.stop, "")
+    }
     return [known.get(_loose(message), message) if message["role"] == "assistant" else message for message in messages]
 
 

@@ -272,7 +272,7 @@ async def test_the_text_ends_before_a_stop_string_and_the_record_does_not(caller
     caller.session.answer(Turn("Action: add \nObservation: 5"))
     told = json.loads((await asking)[1])["choices"][0]["message"]["content"]
     assert told == "Action: add \n"
-    for again in (told, told.strip()):
+    for again in (told, told.strip(), f"{told}Observation:", f"{told}never\n"):
         history = [*ASK["messages"], {"role": "assistant", "content": again}, {"role": "user", "content": "4"}]
         assert caller.session.recorded(history)[1]["content"] == "Action: add \nObservation: 5"
     other = [{"role": "assistant", "content": "Action: sub"}]

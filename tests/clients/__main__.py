@@ -1,0 +1,129 @@
+"""`python -m tests.clients [NAME...]`: each client plays EPISODES episodes against a model of random weights.
+
+An episode ends by itself, or at a limit; then its turns in the token store are as many as the replies that its client
+got, and the audit is clean. A client that cannot be installed is skipped by name. Exit code 1 if one fails.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from dora.core import events as ev
+from dora.journal.reader import Journal
+from dora.journal.run_folder import RunFolder
+from dora.journal.tokens import read_tokens
+from tests.clients.model import CONTEXT, make_model
+from tests.e2e.runs import settings
+
+HERE: Final = Path(__file__).parent
+ROOT: Final = HERE.parents[1]
+CACHE: Final = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dora" / "clients"
+#: Steps, groups of each and siblings: 24 episodes.
+STEPS, GROUPS, SIBLINGS = 3, 4, 2
+INSTALL_TIMEOUT_S: Final = 1_200.0
+RUN_TIMEOUT_S: Final = 1_800.0
+
+
+@dataclass(frozen=True)
+class Client:
+    """What is installed, and the program that uses it."""
+
+    name: str
+    requirement: str
+    program: str
+
+
+CLIENTS: Final = (
+    Client("openai-2", "openai==2.54.0", "openai_agent.py"),
+    Client("openai-3", "openai>=3.50,<4", "openai_agent.py"),
+    Client("smolagents", "smolagents[openai]==1.26.0", "smolagents_agent.py"),
+    Client("mini-swe-agent", "mini-swe-agent==2.4.6", "mini_agent.py"),
+)
+
+
+def installed(client: Client) -> Path | str:
+    """Return the Python that has a client; the reason if it cannot be installed."""
+    digest = hashlib.sha256(f"{sys.version_info[:2]} {client.requirement}".encode()).hexdigest()[:12]
+    folder = CACHE / f"{client.name}-{digest}"
+    if not (folder / "complete").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", client.requirement]
+        try:
+            done = subprocess.run(pip, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            return f"not installed within {INSTALL_TIMEOUT_S:.0f} s"
+        if done.returncode:
+            return done.stderr.strip().splitlines()[-1]
+        (folder / "complete").touch()
+    return folder / "bin" / "python"
+
+
+def play(client: Client, python: Path, *, model: Path, folder: Path) -> str:
+    """Let a client play; return what went wrong, or ""."""
+    options = f"{{command = {json.dumps([str(python), str(HERE / client.program)])}, warm = true}}"
+    values: dict[str, Any] = {
+        **{"run__folder": folder, "run__steps": STEPS, "status__port": 0, "eval__sets": "[]", "model__path": model},
+        **{"rollout__groups_per_step": GROUPS, "rollout__group_size": SIBLINGS, "rollout__max_staleness": 1},
+        **{"rollout__filter_zero_variance": False, "task__max_prompt_tokens": CONTEXT // 2},
+        **{"rollout__max_new_tokens": CONTEXT // 2, "engine__instances": 2, "engine__kv_tokens": 4 * CONTEXT},
+        **{"environment__options": options, "environment__call_timeout_s": 300.0},
+        **{"trainer__micro_batch_tokens": CONTEXT, "trainer__learning_rate": 1e-5},
+    }
+    command = [sys.executable, "-m", "dora", "run", "launch/configs/agent-cpu.toml", *settings(**values)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=RUN_TIMEOUT_S, check=False)
+    if done.returncode:
+        return f"the run ended with {done.returncode}:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+    [root] = folder.iterdir()
+    audit = subprocess.run(
+        [sys.executable, "-m", "dora", "audit", str(root)], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    return audit.stdout if audit.returncode else differences(RunFolder(root))
+
+
+def differences(folder: RunFolder) -> str:
+    """Compare the rewards, which are the numbers of replies, with the turns in the token store."""
+    ended, failed = {}, []
+    for event, _ in Journal(folder.journal):
+        if isinstance(event, ev.CallFinished) and event.failed:
+            failed.append(event.failed)
+        elif isinstance(event, ev.CallFinished) and event.graded:
+            ended[event.trajectory] = event.reward
+    stored = read_tokens(folder.tokens, wanted=set(ended)).answers
+    wrong = [t for t, replies in ended.items() if len(stored[t].observed) != replies]  # the prompt is one of them
+    sys.stdout.write(
+        f"  {len(ended)} episodes ended by themselves, {len(failed)} failed, of {STEPS * GROUPS * SIBLINGS}\n"
+    )
+    if failed:
+        return f"episodes failed: {failed[0]}"
+    return f"other turns in the token store than replies: {wrong}" if wrong or not ended else ""
+
+
+def main(names: list[str]) -> int:
+    code = 0
+    with tempfile.TemporaryDirectory(prefix="dora-clients-") as folder:
+        model = make_model(Path(folder) / "model")
+        for client in CLIENTS:
+            if names and client.name not in names:
+                continue
+            sys.stdout.write(f"{client.name}: {client.requirement}\n")
+            sys.stdout.flush()
+            python = installed(client)
+            if isinstance(python, str):
+                sys.stdout.write(f"  skipped, cannot be installed: {python}\n")
+                continue
+            if problem := play(client, python, model=model, folder=Path(folder) / client.name):
+                sys.stdout.write(f"  FAILED: {problem}\n")
+                code = 1
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
