@@ -18,13 +18,14 @@ from dora.config.schema import Config
 from dora.embedded.batcher import Batcher
 from dora.embedded.decoder import CausalDecoder
 from dora.embedded.generation import Generation, SamplingParams
+from dora.errors import RunFailed
 from dora.tasks.prompts import Prompt
 from dora.tasks.rewards import GradeRequest, build_scorer, total
 from dora.tasks.tokenizer import Tokenizer
 
 #: Requests that decode together; more of them cost less per token, but answers of very different lengths leave early.
 SLOTS: Final = 128
-#: Limit of one call of `answer`.
+#: Longest time without a token.
 WAIT_S: Final = 600.0
 #: Time limit of a reward that asks a server.
 HTTP_S: Final = 1.0
@@ -95,7 +96,11 @@ class Sampler:
         for generation in generations:
             self._batcher.submit(generation)
         running = asyncio.create_task(self._batcher.run(), name="batcher")
-        await self._batcher.emptied(timeout_s=WAIT_S)
+        made = -1  # a stopped process goes on: only a second wait without a token is too long
+        while not await self._batcher.emptied(timeout_s=WAIT_S):
+            before, made = made, sum(len(generation.output_ids) for generation in generations)
+            if made == before:
+                raise RunFailed(f"no token was sampled for {WAIT_S:g} s")
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 

@@ -19,7 +19,8 @@ from dora.config.schema import Config
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import TrajectoryId
-from dora.errors import ConfigError
+from dora.errors import ConfigError, RunFailed
+from dora.learning import sampler as sampler_module
 from dora.learning.learner import Learner, OneRank
 from dora.learning.progress import Progress
 from dora.learning.sampler import Sampler
@@ -98,6 +99,13 @@ def test_without_staleness_a_policy_learns_what_it_learns_in_the_lag_harness() -
     for mine, theirs in zip(found.steps, expected.steps, strict=True):
         for name in cells.METRICS:
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name  # rows have another order
+
+
+def test_a_sampler_that_stands_still_ends_the_job_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was only stopped for a while goes on."""
+    monkeypatch.setattr(sampler_module, "WAIT_S", 0.0)
+    with pytest.raises(RunFailed, match="no token was sampled for 0 s"):
+        learned(workload(strategy="sync"))
 
 
 def test_with_staleness_a_plain_trainer_that_follows_the_commands_makes_the_same_versions() -> None:
