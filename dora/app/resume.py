@@ -276,6 +276,7 @@ def _fill(record: TrajectoryRecord, trajectory: Trajectory, stored: TokenStore) 
     """Fill a record with what the journal and the token store have of it."""
     record.reward = trajectory.reward
     record.turn_rewards = [*trajectory.turn_rewards]
+    record.turn_tokens = trajectory.turn_tokens
     record.truncated = trajectory.truncated
     answer = stored.answers.get(trajectory.id)
     if answer is not None and len(answer.tokens):

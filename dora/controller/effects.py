@@ -84,7 +84,7 @@ class Sampling:
         return GenerateRequest(
             id=id,
             tokens=record.context(),
-            max_new_tokens=self.bound(trajectory, record) - start,
+            max_new_tokens=self.turn_bound(trajectory, record) - start,
             temperature=self.temperature if is_training else self.evaluations.locate(trajectory)[0].temperature,
             stop_tokens=self.eos_ids,
             seed=self.seed_of(trajectory, start - record.prompt_end),
@@ -112,12 +112,17 @@ class Sampling:
             max_row_tokens=most,
         )
 
+    def turn_bound(self, trajectory: TrajectoryId, record: TrajectoryRecord) -> int:
+        """Return the number of tokens of an answer at which its present turn ends."""
+        bound = self.bound(trajectory, record)
+        return min(bound, record.turn_start + record.turn_tokens) if record.turn_tokens else bound
+
     def is_over(self, trajectory: TrajectoryId, record: TrajectoryRecord) -> bool:
         """Whether the answer, or its turn, is complete, by a stop token or by the token limit."""
         tokens = record.tokens
         if len(tokens) == record.turn_start:  # the next turn has not begun
             return False
-        return tokens[-1] in self.eos_ids or len(tokens) >= self.bound(trajectory, record)
+        return tokens[-1] in self.eos_ids or len(tokens) >= self.turn_bound(trajectory, record)
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,11 @@ from dora.tasks.prompts import Conversation
 log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True)
 class _Begun:
     """An episode that has begun with a prompt of its own, which is not in its record yet."""
+
+    turn_tokens: int
 
 
 _Outcome = Observation | End | EnvironmentFailed | _Begun
@@ -181,9 +184,10 @@ class Episodes:
             began = await self._start(trajectory, record, may_replay=may_replay)
             if isinstance(began, EnvironmentFailed):
                 return began
-            episode = self._open[trajectory] = began
+            episode, turn_tokens = began
+            self._open[trajectory] = episode
             if not record.tokens:
-                return _Begun()
+                return _Begun(turn_tokens)
         outcome = await self._pool.step(trajectory, self._end_turn(episode, record), may_replay=may_replay)
         if not isinstance(outcome, Observation):
             self._open.pop(trajectory, None)
@@ -191,8 +195,9 @@ class Episodes:
 
     async def _start(
         self, trajectory: TrajectoryId, record: TrajectoryRecord, *, may_replay: bool
-    ) -> Episode | EnvironmentFailed:
-        """Begin an episode; if it has recorded turns, replay them to the new environment."""
+    ) -> tuple[Episode, int] | EnvironmentFailed:
+        """Begin an episode; if it has recorded turns, replay them to the new environment. Return the limit of the first
+        turn, too."""
         if record.observed and not self._pool.can_replay:
             return EnvironmentFailed("host", "its environment ended with an earlier controller")
         prompt = record.prompt
@@ -223,7 +228,7 @@ class Episodes:
             if not _is_as_recorded(outcome, episode, record, turn=turn):
                 reason = f"the environment answered turn {turn} differently than before"
                 return self._pool.fail(trajectory, EnvironmentFailed("replay", reason))
-        return episode
+        return episode, reset.turn_tokens
 
     async def _begun(
         self, trajectory: TrajectoryId, record: TrajectoryRecord, reset: Reset
@@ -269,6 +274,7 @@ class Episodes:
 
     def _finished(self, order: cmd.CallEnvironment, record: TrajectoryRecord, outcome: _Outcome) -> ev.CallFinished:
         reward, graded, failed = 0.0, False, ""
+        record.turn_tokens = outcome.turn_tokens if isinstance(outcome, Observation | _Begun) else 0
         if isinstance(outcome, _Begun):
             self._trajectories.observe(order.trajectory, order.attempt, self._open[order.trajectory].tokens)
         elif isinstance(outcome, Observation):
@@ -307,6 +313,7 @@ class Episodes:
             graded,
             truncated=record.truncated,
             repeated=record.repeated,
+            turn_tokens=record.turn_tokens,
         )
 
     def _observe(self, order: cmd.CallEnvironment, record: TrajectoryRecord, outcome: Observation) -> str:

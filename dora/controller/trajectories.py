@@ -52,6 +52,7 @@ class TrajectoryRecord:
         "tokens",
         "truncated",
         "turn_rewards",
+        "turn_tokens",
     )
 
     def __init__(self, prompt: Prompt) -> None:
@@ -64,6 +65,7 @@ class TrajectoryRecord:
         self.awaits_token = False  #: its present request has got no token yet
         self.began_at: float | None = None  #: when this controller first sent a request for it
         self.turn_rewards: list[float] = []  #: rewards that the environment gave
+        self.turn_tokens = 0  #: limit of the present turn; 0: that of the answer
         self.reward: float | None = None
         self.terms: tuple[tuple[str, float], ...] = ()  #: of the reward, by name, if this controller ordered it
         self.truncated: Truncation = ""

@@ -185,6 +185,7 @@ class CallFinished(Event, frozen=True):
     truncated: Truncation = ""  #: the budget that ended it
     repeated: int = 0  #: tokens that rows of a forked episode repeat from earlier rows; not in `num_tokens`
     replays: int = 0  #: how often a lost environment was replayed for this call
+    turn_tokens: int = 0  #: limit of the next turn; 0: that of the answer
 
 
 class TrajectoryGraded(Event, frozen=True):

@@ -80,6 +80,7 @@ def on_call_finished(state: State, event: ev.CallFinished) -> None:
     take_count(state, trajectory, event.num_tokens)
     trajectory.turn_rewards += (event.reward,)
     trajectory.truncated, trajectory.repeated = event.truncated, event.repeated
+    trajectory.turn_tokens = event.turn_tokens
     state.counters.replays += event.replays
     state.called_at = state.now
     if is_abandoned(trajectory):

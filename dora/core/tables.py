@@ -52,6 +52,7 @@ class Trajectory:
     seen_at: float = 0.0  #: when its token count was last seen to grow, or its latest request began
     footprint: int = 0  #: KV tokens accounted for while it is resident: prompt + max(produced, expected)
     turn_rewards: tuple[float, ...] = ()  #: rewards of the environment, one for each call
+    turn_tokens: int = 0  #: limit of the present turn; 0: that of the answer
     reward: float | None = None
     truncated: Truncation = ""  #: the budget that ended it; known once it is finished
     repeated: int = 0  #: tokens that the trainer computes again because the conversation forked

@@ -80,8 +80,8 @@ class Agent(Environment):
             await self._reward(None)  # says why it ended, if it failed
             raise AgentFailed("the agent ended before its first request") from None
         if isinstance(asked, TokenRequest):
-            return Reset([], tokens=asked.tokens)
-        return Reset(session.recorded(asked.messages), asked.tools)
+            return Reset([], tokens=asked.tokens, turn_tokens=asked.max_tokens)
+        return Reset(session.recorded(asked.messages), asked.tools, turn_tokens=asked.max_tokens)
 
     async def step(self, turn: Turn) -> Observation | End:
         """Answer the program's request, and wait for its next one, or for its end."""
@@ -92,8 +92,8 @@ class Agent(Environment):
         except SessionEnded as end:
             return End(await self._reward(end.reward))
         if isinstance(asked, TokenRequest):
-            return Observation([], tokens=asked.tokens)
-        return Observation(self._session.recorded(asked.messages), rewrites=True)
+            return Observation([], tokens=asked.tokens, turn_tokens=asked.max_tokens)
+        return Observation(self._session.recorded(asked.messages), rewrites=True, turn_tokens=asked.max_tokens)
 
     async def close(self) -> None:
         """End the session, and the program if it has not ended."""

@@ -78,6 +78,7 @@ class Reset:
     messages: Sequence[Message]  # at least one
     tools: Sequence[dict[str, Any]] = ()  # OpenAI tool schemas: {"type": "function", "function": {...}}
     tokens: Sequence[int] = ()  # in place of messages: ids of the model's tokens
+    turn_tokens: int = 0  # limit of the next turn; 0: that of the episode
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class Observation:
     reward: float = 0.0  # reward of the turn
     rewrites: bool = False  # `messages` replace the whole conversation, turns of the assistant included
     tokens: Sequence[int] = ()  # in place of messages: the whole conversation as ids of the model's tokens
+    turn_tokens: int = 0  # limit of the next turn, which ends with finish "length" at it; 0: that of the episode
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from dora.environments.api import Message, Turn
 from dora.environments.messages import arguments_key, assistant_message
+
+#: More tokens than this are any number.
+MAX_TOKENS: Final = 1 << 20
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+_WITH_EFFECT: Final = ("n", "logit_bias", "max_tokens", "max_completion_tokens")
 
 
 class ChatRefused(Exception):
@@ -42,8 +47,14 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     presence_penalty: Any = None
     frequency_penalty: Any = None
     seed: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
+    max_tokens: _Positive | None = None
+    max_completion_tokens: _Positive | None = None
+
+    @property
+    def limit(self) -> int:
+        """The most tokens that are asked for; 0: any number."""
+        asked = self.max_completion_tokens or self.max_tokens or 0
+        return asked if asked <= MAX_TOKENS else 0
 
     def left_aside(self) -> tuple[str, ...]:
         """Return the settings that have no effect; ChatRefused for those that cannot be left aside."""
@@ -51,8 +62,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             raise ChatRefused(f"n: a session samples one answer at a time, not {self.n}; repeat the request instead")
         if self.logit_bias:
             raise ChatRefused("logit_bias: would change what the policy samples")
-        names = SamplingFields.__struct_fields__
-        return tuple(name for name in names if name not in ("n", "logit_bias") and getattr(self, name) is not None)
+        names = [name for name in SamplingFields.__struct_fields__ if name not in _WITH_EFFECT]
+        return tuple(name for name in names if getattr(self, name) is not None)
 
 
 class _ChatBody(SamplingFields, kw_only=True):
@@ -81,6 +92,7 @@ class ChatRequest:
     streams: bool
     wants_usage: bool
     left_aside: tuple[str, ...]  # settings without effect
+    max_tokens: int = 0  # of the turn; 0: any number
     wants_ids: bool = False  # of the tokens that are sampled
     is_of_messages: bool = False  # of Anthropic's API
 
@@ -104,6 +116,7 @@ def read_request(body: bytes) -> ChatRequest:
         streams=bool(asked.stream),
         wants_usage=asked.stream_options is not None and asked.stream_options.include_usage,
         left_aside=asked.left_aside(),
+        max_tokens=asked.limit,
         wants_ids=bool(asked.return_token_ids),
     )
 

@@ -176,20 +176,22 @@ class _Host:
         reset = await self._run(episode.environment.reset, request["row"])
         _require(reset, Reset, of=episode.environment.reset)
         told: Reply = {"type": "reset", "messages": list(reset.messages), "tools": list(reset.tools)}
-        return told | ({"tokens": list(reset.tokens)} if reset.tokens else {})
+        return told | ({"tokens": list(reset.tokens)} if reset.tokens else {}) | _limit(reset)
 
     async def _step(self, request: dict[str, Any], episode: _Hosted) -> Reply:
         assert episode.environment is not None
         result = await self._run(episode.environment.step, _turn(request["turn"]))
         _require(result, (Observation, End), of=episode.environment.step)
-        if isinstance(result, Observation) and result.tokens:
-            return {"type": "observation", "messages": [], "reward": result.reward, "tokens": list(result.tokens)}
-        if isinstance(result, Observation) and result.rewrites:  # each message had its limit when it was new
+        if isinstance(result, End):
+            messages = cut_messages(result.messages, limit=self._output_bytes)
+            return {"type": "end", "messages": messages, "reward": result.reward}
+        told: Reply = {"type": "observation", "messages": [], "reward": result.reward, **_limit(result)}
+        if result.tokens:
+            return told | {"tokens": list(result.tokens)}
+        if result.rewrites:  # each message had its limit when it was new
             messages = [one for message in result.messages for one in cut_messages([message], limit=self._output_bytes)]
-            return {"type": "observation", "messages": messages, "reward": result.reward, "rewrites": True}
-        messages = cut_messages(result.messages, limit=self._output_bytes)
-        kind = "end" if isinstance(result, End) else "observation"
-        return {"type": kind, "messages": messages, "reward": result.reward}
+            return told | {"messages": messages, "rewrites": True}
+        return told | {"messages": cut_messages(result.messages, limit=self._output_bytes)}
 
     async def _limited(self, method: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
         """Run code of the user within the time limit; raise CallFailed for anything that goes wrong."""
@@ -320,6 +322,10 @@ def cut_messages(messages: Sequence[Message], *, limit: int) -> list[Message]:
 def _turn(fields: dict[str, Any]) -> Turn:
     tuples = {name: tuple(fields.get(name, ())) for name in ("token_ids", "logprobs")}
     return Turn(**{**fields, **tuples, "calls": tuple(ToolCall(**call) for call in fields["calls"])})
+
+
+def _limit(given: Reset | Observation) -> Reply:
+    return {"turn_tokens": given.turn_tokens} if given.turn_tokens else {}
 
 
 def _require(result: object, kinds: type | tuple[type, ...], *, of: Callable[..., Any]) -> None:

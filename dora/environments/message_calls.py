@@ -53,6 +53,7 @@ def read_messages(body: bytes) -> ChatRequest:
         streams=bool(asked.stream),
         wants_usage=True,
         left_aside=asked.left_aside(),
+        max_tokens=asked.limit,
         wants_ids=bool(asked.return_token_ids),
         is_of_messages=True,
     )

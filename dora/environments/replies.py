@@ -94,6 +94,8 @@ def _check_tokens(reply: Reset | Observation | End, *, kind: str) -> None:
     tokens = () if isinstance(reply, End) else reply.tokens
     if tokens and reply.messages:
         raise ProtocolError(f"invalid reply: {kind} with messages and tokens; one of them is the conversation")
+    if not isinstance(reply, End) and not 0 <= reply.turn_tokens <= MAX_TOKENS:
+        raise ProtocolError(f"invalid reply: {kind} with turn_tokens {reply.turn_tokens}, expected 0 to {MAX_TOKENS:,}")
     if len(tokens) > MAX_TOKENS or not all(0 <= token < 2**31 for token in tokens):
         raise ProtocolError(f"invalid reply: {kind} with more than {MAX_TOKENS:,} tokens, or with ids that are none")
 

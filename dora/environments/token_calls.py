@@ -44,6 +44,7 @@ class TokenRequest:
     streams: bool = False
     wants_usage: bool = False
     stop: tuple[str, ...] = ()
+    max_tokens: int = 0  # of the turn; 0: any number
     tools: tuple[()] = ()
 
 
@@ -59,13 +60,15 @@ def read_continue(body: bytes) -> TokenRequest:
             raise ChatRefused(f"{name}: is served by /v1/chat/completions only, or not at all")
     if asked.best_of not in (None, 1):
         raise ChatRefused("best_of: a session samples one answer at a time; repeat the request instead")
-    return TokenRequest(asked.model, tuple(prompt), "completions", asked.left_aside())
+    return TokenRequest(asked.model, tuple(prompt), "completions", asked.left_aside(), max_tokens=asked.limit)
 
 
 def read_generate(body: bytes) -> TokenRequest:
     """Return what a request of /inference/v1/generate asks for; ChatRefused if that is not supported."""
     asked: _Generate = _decoded(body, _Generate)
-    return TokenRequest(asked.model, tuple(asked.token_ids), "generate", asked.sampling_params.left_aside())
+    sampling = asked.sampling_params
+    tokens = tuple(asked.token_ids)
+    return TokenRequest(asked.model, tokens, "generate", sampling.left_aside(), max_tokens=sampling.limit)
 
 
 def _decoded(body: bytes, kind: Any) -> Any:

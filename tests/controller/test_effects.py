@@ -22,7 +22,7 @@ from dora.controller.in_flight import InFlight
 from dora.controller.inbox import Inbox
 from dora.controller.published import Published
 from dora.controller.served import ServedAdapters
-from dora.controller.trajectories import Trajectories
+from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId, VersionId
@@ -171,6 +171,25 @@ async def test_seeds_differ_between_siblings_and_are_the_same_in_every_process(i
     assert max(seeds) < 2**63
     assert sampling.seed_of(TrajectoryId(7), 3) == io.generate.sampling.seed_of(TrajectoryId(7), 3)
     assert sampling.seed_of(TrajectoryId(7), 3) != replace(sampling, seed=1).seed_of(TrajectoryId(7), 3)
+
+
+@pytest.mark.parametrize(("observed", "limit", "asked"), [([], 0, 9), ([], 4, 4), ([(1, 3)], 4, 7), ([(1, 3)], 99, 9)])
+def test_a_turn_ends_at_its_limit_or_at_that_of_the_answer(
+    observed: list[tuple[int, int]], limit: int, asked: int
+) -> None:
+    sampling = effects.Sampling(
+        seed=0, max_new_tokens=9, temperature=1.0, eos_ids=(1,), evaluations=Evaluations([]), has_turns=True
+    )
+    record = TrajectoryRecord(prompt(0))
+    record.observed, record.turn_tokens = observed, limit
+    record.tokens.extend([5] * max((end for _, end in observed), default=0))
+    assert sampling.turn_bound(TrajectoryId(0), record) == asked
+    request = sampling.request(TrajectoryId(0), record, id="r", label="l")
+    assert request.max_new_tokens == asked - len(record.tokens)
+    record.tokens.extend([5] * request.max_new_tokens)
+    assert sampling.is_over(TrajectoryId(0), record)
+    record.tokens.pop()
+    assert not sampling.is_over(TrajectoryId(0), record)
 
 
 async def test_the_seed_of_a_held_out_answer_does_not_depend_on_the_version(io: Surroundings) -> None:

@@ -73,6 +73,9 @@ def test_each_sibling_may_begin_in_its_own_way(tmp_path: Path) -> None:
     begun = [tuple(answer.tokens[: answer.observed[0][1]]) for answer in stored.answers.values() if answer.observed]
     assert len(set(begun)) > len(begun) / 2
     assert all(answer.loss_mask[answer.observed[0][1]] for answer in stored.answers.values() if answer.observed)
+    limited = [answer for answer in stored.answers.values() if len(answer.observed) > 1]
+    assert all(answer.observed[1][0] - answer.observed[0][1] <= 2 and not answer.forks for answer in limited)
+    assert any(answer.loss_mask[answer.observed[1][0] - 1] for answer in limited)
     failed = [event.failed for event in events_of(folder, ev.CallFinished) if event.failed]
     assert {reason.partition(":")[0] for reason in failed} <= {"raised", "set_aside"}  # a row that fails too often
     assert any("exit code 1" in reason for reason in failed)

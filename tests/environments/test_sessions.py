@@ -14,6 +14,7 @@ import pytest
 
 from dora.environments import sessions
 from dora.environments.api import ToolCall, Turn
+from dora.environments.chat import ChatRefused, read_request
 from dora.environments.sessions import MAX_WAITING, Session, SessionEnded, SessionServer
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "2+2"}]}
@@ -72,7 +73,7 @@ async def test_a_request_waits_for_its_turn_and_gets_it(caller: Caller) -> None:
     asking = caller.begin(ASK | {"tools": TOOLS, "temperature": 0.1, "max_tokens": 5})
     asked = await caller.session.next_request()
     assert asked.messages == [{"role": "user", "content": "2+2"}]
-    assert asked.tools == TOOLS
+    assert (asked.tools, asked.max_tokens) == (TOOLS, 5)
     calls = (ToolCall("call_0", "add", {"a": 2}), ToolCall("call_1", "", None, "<tool_call>{</tool_call>"))
     caller.session.answer(Turn("so", "hm", calls, num_tokens=7, num_prompt_tokens=12))
     status, body = await asking
@@ -88,7 +89,26 @@ async def test_a_request_waits_for_its_turn_and_gets_it(caller: Caller) -> None:
         "tool_calls": [{"id": "call_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}],
     }
     assert reply["usage"] == {"prompt_tokens": 12, "completion_tokens": 7, "total_tokens": 19}
-    assert caller.session.counts == {"temperature": 1, "max_tokens": 1}
+    assert caller.session.counts == {"temperature": 1}
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit"),
+    [
+        ({}, 0),
+        ({"max_tokens": 5}, 5),
+        ({"max_tokens": 5, "max_completion_tokens": 7}, 7),
+        ({"max_tokens": None, "max_completion_tokens": 1 << 40}, 0),
+    ],
+)
+def test_a_request_may_limit_its_turn(asked: dict[str, Any], limit: int) -> None:
+    assert read_request(json.dumps(ASK | asked).encode()).max_tokens == limit
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5, "many"])
+def test_a_limit_is_a_number_of_tokens(limit: Any) -> None:
+    with pytest.raises(ChatRefused, match=r"the body is not a chat request: .* `\$.max_tokens`"):
+        read_request(json.dumps(ASK | {"max_tokens": limit}).encode())
 
 
 @pytest.mark.parametrize(("calls", "content"), [((), ""), ((ToolCall("c", "add", {}),), None)])
@@ -192,10 +212,10 @@ async def test_what_is_not_served_is_refused_and_not_handed_over(caller: Caller,
 
 async def test_a_strict_session_refuses_what_has_no_effect(server: SessionServer, http: aiohttp.ClientSession) -> None:
     caller = Caller(server.open(is_strict=True), http)
-    refused = await caller.post(ASK | {"temperature": 0, "max_completion_tokens": 9})
+    refused = await caller.post(ASK | {"temperature": 0, "top_p": 0.9, "max_completion_tokens": 9})
     assert error(refused) == (
         400,
-        "temperature, max_completion_tokens: would have no effect; sampling is that of the run",
+        "temperature, top_p: would have no effect; sampling is that of the run",
     )
 
 

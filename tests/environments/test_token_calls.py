@@ -26,7 +26,7 @@ def encoded(**body: Any) -> bytes:
 def test_a_reply_has_the_ids_that_were_sampled_and_their_logprobs() -> None:
     turn = Turn("hm", token_ids=(5, 98), logprobs=(-0.5, float("-inf")))
     asked = read_generate(encoded(token_ids=[1, 2], model="m", sampling_params={"temperature": 0.1, "max_tokens": 3}))
-    assert asked.left_aside == ("temperature", "max_tokens")
+    assert (asked.left_aside, asked.max_tokens) == (("temperature",), 3)
     found = json.loads(TokenReply("7-1", asked, turn).whole())
     assert found["prompt_token_ids"] == [1, 2]
     [choice] = found["choices"]
