@@ -327,5 +327,5 @@ def _at(line: Points, x: float) -> float:
 
 
 def fleets_in(curves: Sequence[FleetCurve]) -> list[str]:
-    """Return the fleets with a curve of `sync`."""
-    return [fleet for fleet in FLEETS if SETTINGS[0] in curves_of(curves, fleet)]
+    """Return the fleets with a curve of each strategy."""
+    return [fleet for fleet in FLEETS if len(curves_of(curves, fleet)) == len(SETTINGS)]
