@@ -109,7 +109,7 @@ def _flip_version(session: Session, dice: random.Random) -> bool:
     path = session.folder / "versions" / f"v{newest:06d}"
     if not (path / "manifest.json").exists():
         return False
-    _flip(min(path.glob("*.safetensors")), dice)
+    _flip(min(path.rglob("*.safetensors")), dice)  # of an adapter, in a folder of its own
     return True
 
 
