@@ -137,6 +137,7 @@ class Episodes:
             record.began_at = self._now()
         if self._is_late(record):
             record.truncated = "time"
+            record.turn_rewards.append(0.0)
             return self._event(order, record, ended=True)
         self._calling.add(trajectory)
         try:
@@ -217,15 +218,12 @@ class Episodes:
         episode = await self._begun(trajectory, record, reset)
         if isinstance(episode, EnvironmentFailed):
             return self._pool.fail(trajectory, episode)
-        for turn, (start, _) in enumerate(record.observed):
-            if not start:  # its own prompt
-                continue
-            outcome = await self._pool.step(
-                trajectory, self._end_turn(episode, record, end=start), may_replay=may_replay
-            )
+        for turn, span in enumerate(record.observed[bool(record.prompt_end) :]):
+            ended = self._end_turn(episode, record, end=span[0])
+            outcome = await self._pool.step(trajectory, ended, may_replay=may_replay)
             if isinstance(outcome, EnvironmentFailed):
                 return outcome
-            if not _is_as_recorded(outcome, episode, record, turn=turn):
+            if not _is_as_recorded(outcome, episode, record, span=span, reward=record.turn_rewards[turn]):
                 reason = f"the environment answered turn {turn} differently than before"
                 return self._pool.fail(trajectory, EnvironmentFailed("replay", reason))
         return episode, reset.turn_tokens
@@ -274,6 +272,7 @@ class Episodes:
 
     def _finished(self, order: cmd.CallEnvironment, record: TrajectoryRecord, outcome: _Outcome) -> ev.CallFinished:
         reward, graded, failed = 0.0, False, ""
+        follows_turn = bool(record.tokens)
         record.turn_tokens = outcome.turn_tokens if isinstance(outcome, Observation | _Begun) else 0
         if isinstance(outcome, _Begun):
             self._trajectories.observe(order.trajectory, order.attempt, self._open[order.trajectory].tokens)
@@ -284,6 +283,8 @@ class Episodes:
             reward, graded = outcome.reward or 0.0, outcome.reward is not None
         else:
             failed = f"{outcome.cause}: {outcome.reason}"
+        if follows_turn:
+            record.turn_rewards.append(reward)
         return self._event(order, record, reward=reward, graded=graded, failed=failed, ended=isinstance(outcome, End))
 
     def _event(
@@ -296,7 +297,6 @@ class Episodes:
         reward: float = 0.0,
         graded: bool = False,
     ) -> ev.CallFinished:
-        record.turn_rewards.append(reward)
         if graded:
             record.reward = sum(record.turn_rewards)
         ended = ended or bool(record.truncated)
@@ -351,10 +351,12 @@ def append(episode: Episode, outcome: Observation) -> None:
         episode.observe(outcome.messages)
 
 
-def _is_as_recorded(outcome: Observation | End, episode: Episode, record: TrajectoryRecord, *, turn: int) -> bool:
+def _is_as_recorded(
+    outcome: Observation | End, episode: Episode, record: TrajectoryRecord, *, span: tuple[int, int], reward: float
+) -> bool:
     """Append an observation to an episode that is replayed; return whether it is the same as the recorded one."""
-    start, end = record.observed[turn]
-    if isinstance(outcome, End) or outcome.reward != record.turn_rewards[turn]:
+    start, end = span
+    if isinstance(outcome, End) or outcome.reward != reward:
         return False
     try:
         append(episode, outcome)

@@ -106,8 +106,8 @@ class TrajectoryRecord:
     def rewards_to_go(self, reward: float | None) -> list[float]:
         """Return for each turn the sum of its and all later rewards. `reward`: the sum of all; None gives NaN."""
         left = math.nan if reward is None else reward
-        # One for each observation after a turn; the last turn gets the rest.
-        earlier = self.turn_rewards[bool(self.prompt_end) : len(self.observed)]
+        num_earlier = len(self.observed) - bool(self.prompt_end)
+        earlier = self.turn_rewards[:num_earlier]  # one for each observation after a turn; the last turn gets the rest
         return [left - given for given in accumulate(earlier, initial=0.0)]
 
     @property

@@ -77,8 +77,9 @@ def on_call_finished(state: State, event: ev.CallFinished) -> None:
     if trajectory is None or trajectory.attempt != event.attempt or trajectory.phase is not _CALLING:
         state.counters.late_completions += 1
         return
+    if trajectory.num_tokens or not state.settings.own_prompts:  # else no turn came before
+        trajectory.turn_rewards += (event.reward,)
     take_count(state, trajectory, event.num_tokens)
-    trajectory.turn_rewards += (event.reward,)
     trajectory.truncated, trajectory.repeated = event.truncated, event.repeated
     trajectory.turn_tokens = event.turn_tokens
     state.counters.replays += event.replays

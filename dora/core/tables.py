@@ -51,7 +51,7 @@ class Trajectory:
     failures: int = 0  #: failed requests, not counting lost instances
     seen_at: float = 0.0  #: when its token count was last seen to grow, or its latest request began
     footprint: int = 0  #: KV tokens accounted for while it is resident: prompt + max(produced, expected)
-    turn_rewards: tuple[float, ...] = ()  #: rewards of the environment, one for each call
+    turn_rewards: tuple[float, ...] = ()  #: rewards of the environment, one for each call after a turn
     turn_tokens: int = 0  #: limit of the present turn; 0: that of the answer
     reward: float | None = None
     truncated: Truncation = ""  #: the budget that ended it; known once it is finished

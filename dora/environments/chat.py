@@ -19,6 +19,9 @@ from dora.environments.messages import arguments_key, assistant_message
 
 #: More tokens than this are any number.
 MAX_TOKENS: Final = 1 << 20
+#: Most strings at which a turn may stop.
+MAX_STOPS: Final = 16
+Stops = Annotated[list[str], msgspec.Meta(max_length=MAX_STOPS)]
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 _WITH_EFFECT: Final = ("n", "logit_bias", "max_tokens", "max_completion_tokens")
 
@@ -75,7 +78,7 @@ class _ChatBody(SamplingFields, kw_only=True):
     tool_choice: Any = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: str | Stops | None = None
     response_format: Any = None
     logprobs: Any = None
     return_token_ids: bool | None = None

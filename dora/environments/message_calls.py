@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from dora.environments.api import Message, Turn
-from dora.environments.chat import ChatRefused, ChatRequest, SamplingFields, text_of
+from dora.environments.chat import ChatRefused, ChatRequest, SamplingFields, Stops, text_of
 
 
 class _MessagesBody(SamplingFields, kw_only=True):
@@ -25,7 +25,7 @@ class _MessagesBody(SamplingFields, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     stream: bool | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Stops | None = None
     return_token_ids: bool | None = None
 
 

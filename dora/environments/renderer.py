@@ -9,9 +9,11 @@ nor transformers. It is imported when a renderer is opened, because it takes abo
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -35,6 +37,8 @@ _FIELD: Final = "environment.renderer"
 _TEMPLATE: Final = "default"
 #: First prompts that are kept: those of the groups that begin at about the same time.
 MAX_BEGUN: Final = 64
+#: Longer ones are made again, so that they take 16 MiB together.
+LONGEST_BEGUN: Final = 1 << 16
 #: Exceptions that third-party parsers may raise for text that a policy sampled.
 _PARSER_ERRORS: Final = (AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
@@ -52,7 +56,7 @@ class Renderer:
         self._has_template = has_template
         self._renderer = renderer
         self._tokenizer = tokenizer
-        self._begun: dict[bytes, list[int]] = {}  # messages and tools -> tokens of a first prompt
+        self._begun: dict[bytes, array[int]] = {}  # digest of messages and tools -> tokens of a first prompt
         self._own_stops = frozenset(renderer.get_stop_token_ids())
         self.stop_ids = tuple(sorted(self._own_stops | set(tokenizer.eos_ids)))
 
@@ -79,14 +83,15 @@ class Renderer:
 
         Siblings mostly begin with the same messages, so the last MAX_BEGUN prompts are kept.
         """
-        key = msgspec.json.encode([messages, tools])
+        key = hashlib.blake2b(msgspec.json.encode([messages, tools]), digest_size=16).digest()
         if (known := self._begun.get(key)) is not None:
-            return [*known]
+            return known.tolist()
         ids = self._begin(messages, tools)
-        if len(self._begun) >= MAX_BEGUN:
-            self._begun.pop(next(iter(self._begun)), None)
-        self._begun[key] = ids
-        return [*ids]
+        if len(ids) <= LONGEST_BEGUN:
+            if len(self._begun) >= MAX_BEGUN:
+                self._begun.pop(next(iter(self._begun)), None)
+            self._begun[key] = array("i", ids)
+        return ids
 
     def _begin(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         ids = self.render(messages, tools=tools)

@@ -65,7 +65,7 @@ class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     logprobs: tuple[float, ...]  #: behavior log-probs, one per token
     observed: tuple[tuple[int, int], ...] = ()  #: start and end of each observation, whose tokens were not sampled
     forks: tuple[Fork, ...] = ()  #: where each row but the first begins
-    turn_rewards: tuple[float, ...] = ()  #: rewards of the environment, one for each call
+    turn_rewards: tuple[float, ...] = ()  #: rewards of the environment, one for each call after a turn
     calls_s: tuple[float, ...] = ()  #: seconds of each call under the controller that wrote this
     outcome: str = "trained"  #: trained, evaluation, or the "outcome: reason" of its dropped group
     answer: str = ""  #: the reference answer

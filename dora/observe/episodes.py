@@ -125,9 +125,11 @@ class TimedEpisodes:
             if times is not None and (isinstance(event, ev.GenerationFinished) or event.ended):
                 times.ended_at = event.at
         for command in commands:
-            if isinstance(command, cmd.Generate | cmd.CallEnvironment):
-                times = self.times.setdefault(command.trajectory, EpisodeTimes(event.at))
-                times.called_at = event.at
+            if isinstance(command, cmd.Generate):
+                self.times.setdefault(command.trajectory, EpisodeTimes(event.at)).called_at = event.at
+            elif isinstance(command, cmd.CallEnvironment):
+                if command.trajectory in self.times:  # else it asks for its prompt
+                    self.times[command.trajectory].called_at = event.at
             elif isinstance(command, cmd.ForgetGroups):
                 for group in command.groups:
                     self.forget(range(group * group_size, (group + 1) * group_size))
@@ -146,9 +148,10 @@ class TimedEpisodes:
         """Return the statistics of some episodes; None without episodes."""
         if not records:
             return None
-        turns = [len(record.observed) + 1 for record in records.values()]
+        turns = [sum(start > 0 for start, _ in record.observed) + 1 for record in records.values()]
         calls = [len(record.turn_rewards) for record in records.values()]
-        observed = [sum(end - start for start, end in record.observed) for record in records.values()]
+        not_sampled = [sum(end - start for start, end in record.observed) for record in records.values()]
+        observed = [sum(end - start for start, end in r.observed if start) for r in records.values()]  # not the prompt
         rewards = zip_longest(*(record.turn_rewards for record in records.values()))
         times = [t for id in records if (t := self.times.get(id)) is not None and t.ended_at is not None]
         calls_s = sorted(s for t in times for s in t.calls_s)
@@ -159,7 +162,7 @@ class TimedEpisodes:
             turns_max=max(turns),
             calls_mean=fmean(calls),
             calls_max=max(calls),
-            sampled_tokens_mean=fmean(len(r.tokens) for r in records.values()) - fmean(observed),
+            sampled_tokens_mean=fmean(len(r.tokens) for r in records.values()) - fmean(not_sampled),
             observation_tokens_mean=fmean(observed),
             call_s_mean=fmean(calls_s) if calls_s else None,
             call_s_p90=calls_s[int(0.9 * (len(calls_s) - 1))] if calls_s else None,

@@ -74,7 +74,10 @@ class Prompt:
     @property
     def digest(self) -> bytes:
         """16 bytes over everything that an answer depends on."""
-        content = msgspec.json.encode([self.text, self.tokens, self.answer, self.metadata], order="deterministic")
+        parts: list[Any] = [self.text, self.tokens, self.answer, self.metadata]
+        if self.conversation is not None and self.conversation.is_own:  # nothing is rendered of the row yet
+            parts.append(self.row)
+        content = msgspec.json.encode(parts, order="deterministic")
         return hashlib.blake2b(content, digest_size=16).digest()
 
 

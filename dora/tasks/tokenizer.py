@@ -6,8 +6,7 @@ by jinja2 in the same sandbox and with the same settings (chat_template.py). tes
 with transformers.
 
 Messages come from data, tools and agents. Text of a message that spells a control token of the model (`<|im_end|>`) is
-not encoded as that token. Otherwise, whoever writes a message could end it, and begin another one as the user or the
-policy.
+never encoded as that token; otherwise a message could end itself and begin another one as the user or the policy.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@ cannot."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from dora.core import commands as cmd
@@ -445,3 +447,14 @@ def test_an_evaluation_sample_calls_and_keeps_its_share(orchestration: Orchestra
     core.result(-2, failed="the host died")
     core.finished(-1, tokens=2)
     assert cmd.ReportEvaluation(0) in core.graded(-1, 1.0)  # type: ignore[arg-type]
+
+
+def test_the_call_for_a_prompt_of_its_own_has_no_reward_and_limits_the_first_turn() -> None:
+    core = started(own_prompts=True, slots=4)
+    trajectory = core.state.trajectories[TrajectoryId(0)]
+    finished = partial(ev.CallFinished, core.now, TrajectoryId(0))
+    core.tell(finished(trajectory.attempt, 3, turn_tokens=7))
+    assert (trajectory.turn_rewards, trajectory.turn_tokens, trajectory.num_tokens) == ((), 7, 3)
+    core.called(0, tokens=5)
+    core.tell(finished(trajectory.attempt, 6, reward=0.5))
+    assert (trajectory.turn_rewards, trajectory.turn_tokens) == ((0.5,), 0)

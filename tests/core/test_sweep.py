@@ -138,18 +138,22 @@ def test_so_does_every_job_with_several_updates_a_step_and_shared_prompts() -> N
     assert sizes.keys() == {1, 2, 3, 4, 5}
 
 
+def _run_with_calls(w: World, *, seed: int) -> None:
+    try:
+        _run_to_the_end(w)
+        report = audit_entries(w.settings, w.journal)
+        assert report.environment_failed == sum(w.state.counters.environment_failed.values())
+    except BaseException as err:
+        err.add_note(f"in the job of seed {seed}")
+        raise
+
+
 @_ANY_NUMBER
 def test_so_does_every_job_with_calls(runs: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(runs):
         w = world(seed, calls=True)
-        try:
-            _run_to_the_end(w)
-            report = audit_entries(w.settings, w.journal)
-            assert report.environment_failed == sum(w.state.counters.environment_failed.values())
-        except BaseException as err:
-            err.add_note(f"in the job of seed {seed}")
-            raise
+        _run_with_calls(w, seed=seed)
         for event, orders in w.journal:
             seen.update(type(fact).__name__ for fact in (event, *orders))
             if isinstance(event, ev.ControllerRestarted):
@@ -167,13 +171,7 @@ def test_so_does_every_job_whose_trajectories_begin_with_a_call(runs: int) -> No
         samples = tuple(0 for _ in w.settings.eval_prompt_tokens)
         w.settings = msgspec.structs.replace(w.settings, own_prompts=True, eval_prompt_tokens=samples)
         w.state = State(w.settings)
-        try:
-            _run_to_the_end(w)
-            report = audit_entries(w.settings, w.journal)
-            assert report.environment_failed == sum(w.state.counters.environment_failed.values())
-        except BaseException as err:
-            err.add_note(f"in the job of seed {seed}")
-            raise
+        _run_with_calls(w, seed=seed)
         for _, orders in w.journal:
             begun.update(order.num_tokens > 0 for order in orders if isinstance(order, cmd.Generate))
     assert begun.keys() == {True}

@@ -1,4 +1,4 @@
-"""The job with a tool, played by an agent that drives itself: it has OpenAI's client and nothing of ours.
+"""The job with a tool, played by an agent that drives itself. It imports OpenAI's client, and nothing of DORA.
 
 It samples what the environment of the same job samples, and goes on after kills.
 """
@@ -80,6 +80,8 @@ def test_each_sibling_may_begin_in_its_own_way(tmp_path: Path) -> None:
     assert {reason.partition(":")[0] for reason in failed} <= {"raised", "set_aside"}  # a row that fails too often
     assert any("exit code 1" in reason for reason in failed)
     assert [order.version for order in orders_of(folder, cmd.ReportEvaluation)] == [0, 2]
+    played = [one for one in read_kept(folder.trajectories) if one.reward is not None and not one.truncated]
+    assert {len(one.turn_rewards) for one in played} == {len(one.calls_s) for one in played} == {2}
     deep = run_to_end("audit", str(folder.root), "--deep")
     assert deep.returncode == 0, deep.stdout
 

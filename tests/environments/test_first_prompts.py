@@ -10,10 +10,11 @@ import pytest
 
 from dora.config.schema import EnvironmentConfig, EvalSetConfig, TaskConfig
 from dora.controller.episodes import Conversations
+from dora.environments import renderer as renderer_module
 from dora.environments.pool import EnvironmentPool
 from dora.environments.renderer import open_renderer
 from dora.errors import ConfigError
-from dora.tasks.prompts import open_eval_prompts, open_stream
+from dora.tasks.prompts import Conversation, open_eval_prompts, open_stream
 from dora.tasks.tokenizer import load_tokenizer
 from tests.environments.templates_of_families import TEMPLATES
 from tests.environments.tokenizers_of_families import make_folder, special_tokens
@@ -54,3 +55,34 @@ async def test_the_first_prompts_of_all_sources_are_compared_unless_the_family_i
             return
         with pytest.raises(ConfigError, match=r"odd\.jsonl:1: .*qwen3 and the chat template render .* differently"):
             await asyncio.to_thread(opened, usual, odd, held_out=other)
+
+
+def test_a_row_whose_prompt_is_not_known_yet_is_known_by_all_of_its_columns(tmp_path: Path) -> None:
+    """Siblings that are begun after a resume must get the row that the first ones got."""
+    special, eos = special_tokens("qwen3")
+    tokenizer = load_tokenizer(make_folder(tmp_path, special, eos=eos, chat_template=TEMPLATES["qwen3"]))
+    digests = set()
+    for prompt in ("one", "another", "one"):
+        task = TaskConfig(sources=[_source(tmp_path, prompt) | {"name": "rows"}], shuffle=False)
+        stream = open_stream(task, tokenizer=tokenizer, seed=0, converse=lambda *_: Conversation(is_own=True))
+        first = stream.at(0)
+        assert first is not None
+        digests.add(first.digest)
+    assert len(digests) == 2
+
+
+def test_long_first_prompts_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent may begin each of its episodes with another one of megabytes."""
+    monkeypatch.setattr(renderer_module, "LONGEST_BEGUN", 40)
+    special, eos = special_tokens("qwen3")
+    tokenizer = load_tokenizer(make_folder(tmp_path, special, eos=eos, chat_template=TEMPLATES["qwen3"]))
+    renderer = open_renderer(tokenizer, settings={})
+    for number in range(2 * renderer_module.MAX_BEGUN):
+        for text in (f"{number}", f"{number} " * 40):
+            messages = [{"role": "user", "content": text}]
+            first = renderer.begin(messages)
+            assert renderer.begin(messages) == first == renderer.render(messages)
+    kept = renderer._begun
+    assert len(kept) == renderer_module.MAX_BEGUN
+    assert max(map(len, kept.values())) <= 40
+    assert {len(key) for key in kept} == {16}

@@ -14,7 +14,8 @@ import pytest
 
 from dora.environments import sessions
 from dora.environments.api import ToolCall, Turn
-from dora.environments.chat import ChatRefused, read_request
+from dora.environments.chat import MAX_STOPS, ChatRefused, read_request
+from dora.environments.message_calls import read_messages
 from dora.environments.sessions import MAX_WAITING, Session, SessionEnded, SessionServer
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "2+2"}]}
@@ -103,6 +104,16 @@ async def test_a_request_waits_for_its_turn_and_gets_it(caller: Caller) -> None:
 )
 def test_a_request_may_limit_its_turn(asked: dict[str, Any], limit: int) -> None:
     assert read_request(json.dumps(ASK | asked).encode()).max_tokens == limit
+
+
+def test_a_request_has_few_strings_at_which_its_turn_stops() -> None:
+    """What is repeated of a turn is compared with its text before each of them."""
+    most = [str(number) for number in range(MAX_STOPS)]
+    assert read_request(json.dumps(ASK | {"stop": most}).encode()).stop == tuple(most)
+    with pytest.raises(ChatRefused, match=r"the body is not a chat request: .* length"):
+        read_request(json.dumps(ASK | {"stop": [*most, "more"]}).encode())
+    with pytest.raises(ChatRefused, match=r"the body is not a request of the messages API: .* length"):
+        read_messages(json.dumps(ASK | {"max_tokens": 1, "stop_sequences": [*most, "more"]}).encode())
 
 
 @pytest.mark.parametrize("limit", [0, -1, 1.5, "many"])

@@ -24,6 +24,36 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
     ),
     *of(
+        "dora/app/resume.py",
+        "tests/app/test_resumed_turn.py",
+        (
+            "a-resume-forgets-the-limit-of-a-turn",
+            "    record.turn_tokens = trajectory.turn_tokens\n",
+            "",
+            "test_the_limit_of_a_turn_outlives_the_controller",
+        ),
+    ),
+    *of(
+        "dora/core/on_calls.py",
+        "tests/core/test_calls.py",
+        (
+            "the-call-for-a-prompt-has-a-reward",
+            "    if trajectory.num_tokens or not state.settings.own_prompts:  # else no turn came before\n",
+            "    if True:\n",
+            "test_the_call_for_a_prompt_of_its_own_has_no_reward_and_limits_the_first_turn",
+        ),
+    ),
+    *of(
+        "dora/tasks/prompts.py",
+        "tests/environments/test_first_prompts.py",
+        (
+            "rows-of-agents-are-not-in-the-digest",
+            "            parts.append(self.row)\n",
+            "            pass\n",
+            "test_a_row_whose_prompt_is_not_known_yet_is_known_by_all_of_its_columns",
+        ),
+    ),
+    *of(
         "dora/controller/episodes.py",
         "tests/environments/test_episode_replays.py",
         (

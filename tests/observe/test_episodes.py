@@ -62,3 +62,19 @@ def test_calls_of_an_earlier_controller_have_no_time(turns: TimedEpisodes) -> No
 def test_times_are_kept_until_the_group_is_forgotten(turns: TimedEpisodes) -> None:
     turns.apply(ev.StepTrained(12.0, StepId(0), ""), [cmd.ForgetGroups((GroupId(1),))], group_size=1)
     assert list(turns.times) == [TWO]
+
+
+def test_the_call_for_a_prompt_of_its_own_is_no_turn() -> None:
+    times = TimedEpisodes()
+    times.apply(ev.Ticked(1.0), [cmd.CallEnvironment(ONE, 1)], group_size=1)
+    times.apply(ev.CallFinished(3.0, ONE, 1, 4), [generate(ONE)], group_size=1)
+    times.apply(ev.CallStarted(4.0, ONE, 2, 7, ()), [cmd.CallEnvironment(ONE, 3)], group_size=1)
+    times.apply(ev.CallFinished(6.0, ONE, 3, 9), [generate(ONE)], group_size=1)
+    times.apply(ev.CallStarted(8.0, ONE, 4, 14, ()), [cmd.CallEnvironment(ONE, 5)], group_size=1)
+    times.apply(ev.CallFinished(9.0, ONE, 5, 14, ended=True), [], group_size=1)
+    stats = times.stats({ONE: episode(tokens=14, observed=[(0, 4), (7, 9)], rewards=[0.5, 1.0])})
+    assert stats is not None
+    assert (stats.turns_mean, stats.calls_mean, stats.turn_rewards) == (2.0, 2.0, (0.5, 1.0))
+    assert (stats.sampled_tokens_mean, stats.observation_tokens_mean) == (8.0, 2.0)
+    assert times.calls_s(ONE) == (2.0, 1.0)
+    assert stats.call_share == 3.0 / 6.0
