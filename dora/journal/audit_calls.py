@@ -50,7 +50,8 @@ def _on_call_finished(t: AuditTables, event: ev.CallFinished) -> None:
         t.late_completions += 1
         return
     answer.calling = None
-    answer.turn_reward += event.reward
+    if answer.num_tokens or not t.settings.own_prompts:  # else it was the call for its prompt
+        answer.turn_reward += event.reward
     t.episode_replays += event.replays
     take_count(t, event.trajectory, answer, event.num_tokens)
     if not t.is_wanted(event.trajectory):

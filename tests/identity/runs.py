@@ -191,13 +191,16 @@ def _of_servers(o: Outside, r: random.Random) -> Iterator[Callable[[], Any]]:
         yield lambda: o.fail_push(r.choice(list(o.pushes)))
 
 
-#: The request of an event that names nobody.
-NOBODY: Final = b',"request":{"id":"","by":""}'
+#: Fields that were added since the digests were recorded, with their defaults; the last one is a request of nobody.
+LATER: Final = (
+    b',"replayable":[]', b',"replays":0', b',"max_episodes":0', b',"version":null,"digest":""', b',"turn_tokens":0',
+    b',"request":{"id":"","by":""}',
+)  # fmt: skip
 
 
 def encoded(event: ev.Event, commands: Sequence[Command]) -> bytes:
     """Return the bytes of the journal's record, without fields that were added since the digests were recorded."""
     record = msgspec.json.encode(Handled(event, tuple(commands)))
-    for later in (b',"replayable":[]', b',"replays":0', b',"max_episodes":0', b',"version":null,"digest":""', NOBODY):
+    for later in LATER:
         record = record.replace(later, b"")
     return record
