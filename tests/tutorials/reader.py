@@ -4,6 +4,7 @@
 |---|---|
 | `sh` | types it into a shell, which ends at the first command that fails |
 | `sh title="press Ctrl-C when it says: WORDS"` | the same in a terminal, where views are redrawn, and does that |
+| `... when it says: 6 of WORDS"` | the same at 6 or more, as a view that is redrawn skips numbers |
 | `sh title="on ..."` | nothing: it is for other machines; but each file that it runs was checked before |
 | `python` | runs it |
 | any other with `title="FILE"` | writes it to that file |
@@ -145,11 +146,20 @@ class Reader:
 
     def _await(self, words: str, process: subprocess.Popen[bytes]) -> None:
         pause, waited = threading.Event(), 0.0
-        while words not in _CONTROL.sub("", self._log.read_text(errors="replace")):
+        while not is_due(words, _CONTROL.sub("", self._log.read_text(errors="replace"))):
             assert process.poll() is None, f"it ended and did not say {words!r}:\n{self._log.read_text()}"
             assert waited < LIMIT_S, f"it did not say {words!r} in {LIMIT_S:g} s:\n{self._log.read_text()}"
             pause.wait(0.1)
             waited += 0.1
+
+
+def is_due(words: str, said: str) -> bool:
+    """Whether `words` were said; of words that begin with a number: with that or a later one, as a view skips some."""
+    counted = re.fullmatch(r"(\d+)( .+)", words)
+    if counted is None:
+        return words in said
+    numbers = re.findall(rf"(?<![\d.,])(\d+){re.escape(counted[2])}", said)
+    return any(int(number) >= int(counted[1]) for number in numbers)
 
 
 def is_in(line: str, said: str) -> bool:

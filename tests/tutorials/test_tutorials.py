@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import environment
-from tests.tutorials.reader import ROOT, Fence, Reader, fences, is_in
+from tests.tutorials.reader import ROOT, Fence, Reader, fences, is_due, is_in
 
 PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
 
@@ -102,6 +102,24 @@ def test_ctrl_c_is_pressed_in_a_terminal_and_nothing_else_has_one(tmp_path: Path
         Fence("sh", "press Ctrl-C when it says: ready", "test -t 1\nprintf '\\033[2Krea\\033[1mdy'\nsleep 60\n")
     )
     following.follow(Fence("output", "", "ready\n"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "due"),
+    [
+        ("ready", "already", True),
+        ("ready", "read", False),
+        ("6 of 16 steps", "5 of 16 steps", False),
+        ("6 of 16 steps", "6 of 16 steps", True),
+        ("6 of 16 steps", "5 of 16 steps, 8 of 16 steps", True),  # a view is redrawn once in a while
+        ("6 of 16 steps", "26 of 32 steps", False),
+        ("16 of 16 steps", "6 of 16 steps", False),
+    ],
+)
+def test_ctrl_c_is_pressed_when_a_number_is_reached_and_not_at_another_that_ends_alike(
+    words: str, said: str, due: bool
+) -> None:
+    assert is_due(words, said) == due
 
 
 @pytest.mark.deep
