@@ -50,7 +50,9 @@ def _give(state: State, needs: list[VersionId], newest: VersionId | None) -> Non
     idle = not needs and not newest_wants and not state.evaluation.waiting and not _versions_waiting(state)
     if idle and not state.num_draining:
         return
-    by_reluctance = sorted(state.vacant.values(), key=lambda i: (_is_quiet(state, i), len(i.residents) > 0))
+    # Versions of which all unfinished trajectories are calling and hold no slot.
+    quiet = {v for v, e in state.window.entries.items() if e.away == e.unfinished > 0}
+    by_reluctance = sorted(state.vacant.values(), key=lambda i: (i.full.version in quiet, len(i.residents) > 0))
     for instance in by_reluctance:
         holding = instance.full
         if holding.pushing is not None or holding.retry_at > state.now:
@@ -121,12 +123,6 @@ def _entry_of(state: State, instance: Server) -> Version | None:
     """Return the version that an instance holds, if it is needed."""
     version = instance.full.version
     return state.window.entries.get(version) if version is not None else None
-
-
-def _is_quiet(state: State, instance: Server) -> bool:
-    """Whether all unfinished trajectories of the instance's version are calling and hold no slot."""
-    entry = _entry_of(state, instance)
-    return entry is not None and entry.away == entry.unfinished > 0
 
 
 def _leave_version(state: State, instance: Server) -> None:

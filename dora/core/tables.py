@@ -161,6 +161,12 @@ class Server:
     progress_at: float = 0.0  #: when any of the counts was last seen to grow, or the first request began
     pressed: bool = False  #: KV nearly full: no new work
     condemned: bool = False  #: a CondemnInstance is in flight
+    full: Holding = field(init=False)  #: the holding of a server of full weights, which has only this one
+    is_shared: bool = field(init=False)  #: it holds several versions side by side, as adapters
+
+    def __post_init__(self) -> None:
+        self.full = self.holdings[0]
+        self.is_shared = len(self.holdings) > 1
 
     def change(self, membership: Membership, cause: Cause) -> None:
         """Change the membership; ImpossibleChange unless `phases.MEMBERSHIP` lists the change with its cause."""
@@ -174,19 +180,9 @@ class Server:
         return f"{phases}, {holdings}, {len(self.residents)} residents, {len(self.reserved)} moving here"
 
     @property
-    def full(self) -> Holding:
-        """The holding of a server of full weights, which has only this one."""
-        return self.holdings[0]
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether it holds several versions side by side, as adapters."""
-        return len(self.holdings) > 1
-
-    @property
     def is_lost(self) -> bool:
         """Whether it is down, or not up yet: all of its holdings are LOST."""
-        return self.holdings[0].phase is _LOST
+        return self.full.phase is _LOST
 
     @property
     def is_empty(self) -> bool:
