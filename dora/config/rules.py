@@ -363,3 +363,8 @@ def _environment_problems(config: Config) -> Iterator[str]:
             f"environment.call_timeout_s: {environment.call_timeout_s:g} s must be below run.no_progress_s "
             f"({config.run.no_progress_s:g} s), otherwise a call that hangs ends the run"
         )
+    if environment.own_prompts and environment.episode_timeout_s is None:
+        yield (
+            "environment.episode_timeout_s: agents that drive themselves need one, because an agent that goes on for "
+            "ever would keep its version and the trainer waiting; set the longest time of an episode in seconds"
+        )

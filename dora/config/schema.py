@@ -444,9 +444,9 @@ class EnvironmentConfig(Section):
     max_turns: Positive = 16
     """Maximum number of turns in an episode. An episode that reaches it ends there and is truncated."""
     episode_timeout_s: Seconds | None = None
-    """Time limit of an episode, measured from its first request, waiting included. The limit is checked when a turn
-    ends: if it has passed, the environment is not called again, and the episode ends and is truncated. After a resume
-    the time starts again at 0. Unset: no limit."""
+    """Time limit of an episode, measured from its first request, waiting included. A call that is under way then is
+    ended; a turn is sampled to its end, and the environment is not called again. The episode is truncated. After a
+    resume the time starts again at 0. Unset: no limit; agents that drive themselves need one."""
     renderer: dict[str, Any] = Field(default={})
     """The renderer of the model's family, in the terms of the package `renderers`: `name` and its options, or `name =
     "custom"` and `import_path`. Empty: recognized by the chat template (docs/AGENTS.md)."""

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import TrajectoryId
+from dora.core.ids import ForkCause, TrajectoryId
 from dora.environments.api import End, Observation, Reset, Turn
 from dora.environments.episode import Episode, conversation_of
 from dora.environments.pool import EnvironmentPool
@@ -135,16 +135,20 @@ class Episodes:
         record = self._trajectories.begin(trajectory, order.attempt)
         if record.began_at is None:
             record.began_at = self._now()
-        if self._is_late(record):
-            record.truncated = "time"
-            record.turn_rewards.append(0.0)
-            return self._event(order, record, ended=True)
+        left_s = self._left_s(record)
+        if left_s is not None and left_s < 0:
+            return self._late(order, record)
         self._calling.add(trajectory)
+        outcome: _Outcome | None = None
+        replays = 0
         try:
-            outcome, replays = await self._outcome(trajectory, record)
+            async with asyncio.timeout(left_s):
+                outcome, replays = await self._outcome(trajectory, record)
+        except TimeoutError:
+            pass  # the episode's, as the limit of a call is an outcome
         finally:
             self._calling.discard(trajectory)
-        event = self._finished(order, record, outcome)
+        event = self._late(order, record) if outcome is None else self._finished(order, record, outcome)
         if replays:
             event = replace(event, replays=replays)
         if trajectory in self._unwanted:
@@ -160,9 +164,19 @@ class Episodes:
             elif self._open.pop(trajectory, None) is not None:
                 self._leave(trajectory)
 
-    def _is_late(self, record: TrajectoryRecord) -> bool:
-        limit, began_at = self._limits.timeout_s, record.began_at
-        return limit is not None and began_at is not None and self._now() - began_at > limit
+    def _left_s(self, record: TrajectoryRecord) -> float | None:
+        """Return how long the episode may still take. A program that is to begin has the limit of its call alone."""
+        if self._limits.timeout_s is None or record.began_at is None or not record.tokens:
+            return None
+        return self._limits.timeout_s - (self._now() - record.began_at)
+
+    def _late(self, order: cmd.CallEnvironment, record: TrajectoryRecord) -> ev.CallFinished:
+        """End an episode at its time limit, and the call that may be under way."""
+        self._open.pop(order.trajectory, None)
+        self._leave(order.trajectory)
+        record.truncated = "time"
+        record.turn_rewards.append(0.0)
+        return self._event(order, record, ended=True)
 
     def _leave(self, trajectory: TrajectoryId) -> None:
         task = asyncio.create_task(self._pool.close(trajectory), name=f"close {trajectory}")
@@ -273,6 +287,7 @@ class Episodes:
     def _finished(self, order: cmd.CallEnvironment, record: TrajectoryRecord, outcome: _Outcome) -> ev.CallFinished:
         reward, graded, failed = 0.0, False, ""
         follows_turn = bool(record.tokens)
+        episode, num_forks = self._open.get(order.trajectory), len(record.forks)
         record.turn_tokens = outcome.turn_tokens if isinstance(outcome, Observation | _Begun) else 0
         if isinstance(outcome, _Begun):
             self._trajectories.observe(order.trajectory, order.attempt, self._open[order.trajectory].tokens)
@@ -285,7 +300,9 @@ class Episodes:
             failed = f"{outcome.cause}: {outcome.reason}"
         if follows_turn:
             record.turn_rewards.append(reward)
-        return self._event(order, record, reward=reward, graded=graded, failed=failed, ended=isinstance(outcome, End))
+        fork = episode.fork_causes[-1] if episode is not None and len(record.forks) > num_forks else ""
+        ended = isinstance(outcome, End)
+        return self._event(order, record, reward=reward, graded=graded, failed=failed, ended=ended, fork=fork)
 
     def _event(
         self,
@@ -296,6 +313,7 @@ class Episodes:
         failed: str = "",
         reward: float = 0.0,
         graded: bool = False,
+        fork: ForkCause = "",
     ) -> ev.CallFinished:
         if graded:
             record.reward = sum(record.turn_rewards)
@@ -314,6 +332,7 @@ class Episodes:
             truncated=record.truncated,
             repeated=record.repeated,
             turn_tokens=record.turn_tokens,
+            fork=fork,
         )
 
     def _observe(self, order: cmd.CallEnvironment, record: TrajectoryRecord, outcome: Observation) -> str:

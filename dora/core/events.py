@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, Truncation, VersionId
+from dora.core.ids import ForkCause, GroupId, InstanceId, StepId, TrajectoryId, Truncation, VersionId
 
 #: (version, start, end): a half-open range of positions in the whole answer. The spans of an attempt start at the
 #: position where the attempt began. The version of a foreign label is FOREIGN_VERSION.
@@ -186,6 +186,7 @@ class CallFinished(Event, frozen=True):
     repeated: int = 0  #: tokens that rows of a forked episode repeat from earlier rows; not in `num_tokens`
     replays: int = 0  #: how often a lost environment was replayed for this call
     turn_tokens: int = 0  #: limit of the next turn; 0: that of the answer
+    fork: ForkCause = ""  #: why its observation began a new row
 
 
 class TrajectoryGraded(Event, frozen=True):

@@ -28,6 +28,8 @@ FOREIGN_VERSION: Final = VersionId(-1)
 
 #: The budget that ended an answer: of turns, of tokens, or of time. Empty: it ended by itself.
 Truncation = Literal["", "turns", "tokens", "time"]
+#: Why an episode began a new row (docs/AGENTS.md).
+ForkCause = Literal["", "branched", "resampled", "rewritten", "unbridged"]
 
 
 class Subject(NamedTuple):

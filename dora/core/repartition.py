@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Final
 
 from dora.core.admission import num_admissible, why_not
@@ -50,10 +51,7 @@ def _give(state: State, needs: list[VersionId], newest: VersionId | None) -> Non
     idle = not needs and not newest_wants and not state.evaluation.waiting and not _versions_waiting(state)
     if idle and not state.num_draining:
         return
-    # Versions of which all unfinished trajectories are calling and hold no slot.
-    quiet = {v for v, e in state.window.entries.items() if e.away == e.unfinished > 0}
-    by_reluctance = sorted(state.vacant.values(), key=lambda i: (i.full.version in quiet, len(i.residents) > 0))
-    for instance in by_reluctance:
+    for instance in _by_reluctance(state):
         holding = instance.full
         if holding.pushing is not None or holding.retry_at > state.now:
             continue
@@ -72,6 +70,22 @@ def _give(state: State, needs: list[VersionId], newest: VersionId | None) -> Non
             push(state, instance, holding, version)
         if version in needs:
             needs.remove(version)
+
+
+def _by_reluctance(state: State) -> Iterator[Server]:
+    """Yield the vacant instances: first empty ones, last those of versions that only wait for calls.
+
+    It is lazy, because mostly the first one is the last that is asked for: pushes are limited, and thousands of
+    instances may be vacant at the start of a run.
+    """
+    quiet = {v for v, e in state.window.entries.items() if e.away == e.unfinished > 0}
+    others = []
+    for instance in [*state.vacant.values()]:
+        if instance.residents or instance.full.version in quiet:
+            others.append(instance)
+        else:
+            yield instance
+    yield from sorted(others, key=lambda i: (i.full.version in quiet, len(i.residents) > 0))
 
 
 def _version_for(

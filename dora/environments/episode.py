@@ -11,10 +11,11 @@ import re
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from dora.core.ids import ForkCause
 from dora.environments.api import Turn
 from dora.environments.messages import arguments_key, assistant_message
 from dora.environments.renderer import Message, Renderer, RenderingFailed, Tool
@@ -30,13 +31,27 @@ class _TurnAt:
     num_messages: int
 
 
+#: The number of messages that are equal, the row, and the turn after which they end or before which they end.
+_Match = tuple[int, int, _TurnAt]
+
+
 @dataclass(slots=True)
 class _Branch:
     """The conversation of one row."""
 
     fork: Fork
     messages: list[Message]
+    cause: ForkCause = ""
     turns: list[_TurnAt] = field(default_factory=list)
+
+
+class _Continuation(NamedTuple):
+    """Where a conversation continues: the first `keep` tokens of a row, and the tokens to append."""
+
+    cause: ForkCause  # why a new row begins, if one has to
+    row: int
+    keep: int
+    added: list[int]
 
 
 class Episode:
@@ -102,6 +117,11 @@ class Episode:
         """The fork that began each row; the first row has none."""
         return [branch.fork for branch in self._branches[1:]]
 
+    @property
+    def fork_causes(self) -> Sequence[ForkCause]:
+        """Why each of these forks was made."""
+        return [branch.cause for branch in self._branches[1:]]
+
     def context(self) -> list[int]:
         """Return the tokens that the next request continues."""
         return self._row(len(self._branches) - 1).tolist()
@@ -148,6 +168,7 @@ class Episode:
         branch, row = self._branches[-1], self._row(len(self._branches) - 1)
         new = conversation_of(messages, after=branch.messages[-1:])
         if branch.turns and branch.turns[-1].end == len(row):
+            self._renderer.require_shape([*branch.messages, *new], tools=self.tools)
             start = branch.turns[-1].start
             added = self._renderer.bridge(row[:start], row[start:], new, tools=self.tools)
             if added is not None:
@@ -163,11 +184,13 @@ class Episode:
         shares only the prefix of equal tokens with an earlier row. RenderingFailed: they are not a conversation.
         """
         conversation = conversation_of(messages)
-        row, keep, added = self._extended(conversation) or self._rendered(conversation)
+        self._renderer.require_shape(conversation, tools=self.tools)
+        matching = list(self._matching(conversation))
+        cause, row, keep, added = self._extended(conversation, matching) or self._rendered(conversation, matching)
         if row < len(self._branches) - 1 or keep < self._row_length():
             if not added:  # two turns must have a token between them
                 keep, added = keep - 1, self._row(row)[keep - 1 : keep].tolist()
-            self._branches.append(_Branch(Fork(len(self.tokens), row, keep), conversation))
+            self._branches.append(_Branch(Fork(len(self.tokens), row, keep), conversation, cause))
         self._branches[-1].messages = conversation
         return self._add(added)
 
@@ -177,10 +200,11 @@ class Episode:
         shared = [_common_prefix(self._row(row), ids) for row in range(len(self._branches))]
         row = max(range(len(shared)), key=lambda row: (shared[row], row))
         keep, added = shared[row], ids[shared[row] :]
+        cause = self._cause(row, keep) if added else "resampled"
         if not added:  # a turn follows after an earlier token
             keep, added = keep - 1, ids[keep - 1 : keep]
         if row < len(self._branches) - 1 or keep < self._row_length():
-            self._branches.append(_Branch(Fork(len(self.tokens), row, keep), []))
+            self._branches.append(_Branch(Fork(len(self.tokens), row, keep), [], cause))
         return self._add(added)
 
     def rows(self) -> list[EpisodeRow]:
@@ -200,20 +224,31 @@ class Episode:
         self._start = self._row_length()
         return len(self.tokens)
 
-    def _extended(self, messages: Sequence[Message]) -> tuple[int, int, list[int]] | None:
-        """Return (row, number of its tokens, tokens to append) for the longest conversation that `messages` extends."""
-        if not (found := list(self._matching(messages))):
+    def _cause(self, row: int, keep: int) -> ForkCause:
+        """Return why a conversation that is given as tokens continues after `keep` tokens of a row."""
+        before = [turn for turn in self._turns(row) if turn.start <= keep]
+        return "branched" if before and keep >= before[-1].end else "rewritten"
+
+    def _turns(self, row: int) -> list[_TurnAt]:
+        """Return the turns in a row, also those of which it repeats a part; in their order."""
+        branch = self._branches[row]
+        earlier = self._turns(branch.fork.parent) if row else []
+        return [turn for turn in earlier if turn.start < branch.fork.keep] + branch.turns
+
+    def _extended(self, messages: Sequence[Message], matching: Sequence[_Match]) -> _Continuation | None:
+        """Return how to continue the longest conversation that `messages` extends."""
+        if not matching:
             return None
-        num_messages, row, turn = max(found, key=lambda match: match[:2])
+        num_messages, row, turn = max(matching, key=lambda match: match[:2])
         if num_messages == turn.num_messages:  # the same turn once more
-            return row, turn.start, []
+            return _Continuation("resampled", row, turn.start, [])
         tokens, new = self._row(row), messages[num_messages:]
         sampled = tokens[turn.start : turn.end]
         added = self._renderer.bridge(tokens[: turn.start], sampled, new, tools=self.tools)
-        return None if added is None else (row, turn.end, added)
+        return None if added is None else _Continuation("branched", row, turn.end, added)
 
-    def _matching(self, messages: Sequence[Message]) -> Iterator[tuple[int, int, _TurnAt]]:
-        """Yield (number of equal messages, row, turn) for each turn that `messages` continue or sample again."""
+    def _matching(self, messages: Sequence[Message]) -> Iterator[_Match]:
+        """Yield each turn that `messages` continue or sample again."""
         keys = [_key(message) for message in messages]
         for row, branch in enumerate(self._branches):
             same = _common_prefix([_key(message) for message in branch.messages], keys)
@@ -223,12 +258,14 @@ class Episode:
                 elif turn.num_messages == same == len(keys):
                     yield turn.num_messages, row, turn
 
-    def _rendered(self, messages: Sequence[Message]) -> tuple[int, int, list[int]]:
-        """Return (row, number of its tokens, tokens to append) for the row with the longest prefix of all tokens."""
+    def _rendered(self, messages: Sequence[Message], matching: Sequence[_Match]) -> _Continuation:
+        """Return how to continue the row with the longest prefix of all tokens."""
         ids = self._renderer.render(_without_orphans(messages), tools=self.tools)
         shared = [_common_prefix(self._row(row), ids) for row in range(len(self._branches))]
         row = max(range(len(shared)), key=lambda row: (shared[row], row))
-        return row, shared[row], ids[shared[row] :]
+        known = max((num_messages for num_messages, _, _ in matching), default=0)
+        follow_turn = known and all(message["role"] != "assistant" for message in messages[known:])
+        return _Continuation("unbridged" if follow_turn else "rewritten", row, shared[row], ids[shared[row] :])
 
     def _row_length(self) -> int:
         fork = self._branches[-1].fork

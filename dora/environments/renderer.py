@@ -23,6 +23,7 @@ import msgspec
 
 from dora.environments import probes
 from dora.environments.api import ToolCall, Turn
+from dora.environments.shapes import ShapePair, example_of, pairs_of, shapes_of
 from dora.errors import ConfigError, DoraError
 from dora.extras import require_extra
 from dora.tasks.tokenizer import Tokenizer
@@ -56,6 +57,7 @@ class Renderer:
         self._has_template = has_template
         self._renderer = renderer
         self._tokenizer = tokenizer
+        self._known_shapes: set[tuple[bool, ShapePair]] = set()  # with tools or without; rendered as they should be
         self._begun: dict[bytes, array[int]] = {}  # digest of messages and tools -> tokens of a first prompt
         self._own_stops = frozenset(renderer.get_stop_token_ids())
         self.stop_ids = tuple(sorted(self._own_stops | set(tokenizer.eos_ids)))
@@ -94,15 +96,45 @@ class Renderer:
         return ids
 
     def _begin(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        self.require_shape(messages, tools=tools)
         ids = self.render(messages, tools=tools)
-        if self._has_template:
-            try:
-                wanted = _by_template(self._tokenizer, messages, tools)
-            except ConfigError as err:
-                raise RenderingFailed(str(err)) from err
-            if ids != wanted:
-                raise RenderingFailed(f"renderer {self.family} and the chat template render the messages differently")
+        if self._has_template and ids != self._by_template(messages, tools):
+            raise RenderingFailed(f"renderer {self.family} and the chat template render the messages differently")
         return ids
+
+    def require_shape(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> None:
+        """Compare with the chat template by which the family was recognized how conversations of this shape are
+        rendered, once for each pair of messages in it. RenderingFailed if they differ, or if a text is left out."""
+        shapes = shapes_of(messages)
+        pairs = [(bool(tools), pair) for pair in pairs_of(shapes)]
+        if self._known_shapes.issuperset(pairs):
+            return
+        example = example_of(shapes, tool=_name_of(tools[0]) if tools else "look_up")
+        ids = self.render(example, tools=tools)
+        # Without thinking, families keep marks that a template drops from earlier turns.
+        is_compared = self._has_template and self._tokenizer.thinking is None
+        if is_compared and ids != self._by_template(example, tools):
+            told = ", ".join(map(str, shapes))
+            raise RenderingFailed(f"renderer {self.family} and the chat template render differently: {told}")
+        for number, shape in enumerate(shapes):
+            if shape.has_text and pairs[number] not in self._known_shapes and not self._owns(number, example, tools):
+                raise RenderingFailed(f"renderer {self.family} leaves out the text of {shape}")
+        self._known_shapes.update(pairs)
+
+    def _owns(self, number: int, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
+        """Return whether the text of a message makes a difference to the tokens."""
+        without = [*messages]
+        without[number] = {**messages[number], "content": ""}
+        try:
+            return self.render(without, tools=tools) != self.render(messages, tools=tools)
+        except RenderingFailed:
+            return True
+
+    def _by_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        try:
+            return _by_template(self._tokenizer, messages, tools)
+        except ConfigError as err:
+            raise RenderingFailed(str(err)) from err
 
     def bridge(
         self, prompt: Sequence[int], sampled: Sequence[int], messages: Sequence[Message], *, tools: Sequence[Tool] = ()
@@ -281,6 +313,10 @@ def _config(schema: Any, options: dict[str, Any], tokenizer: Tokenizer) -> Any:
         return schema.model_validate({"thinking_retention": "all", **options})
     except ValueError:
         return schema.model_validate(options)  # an option of the user says that reasoning is dropped
+
+
+def _name_of(tool: Tool) -> str:
+    return str(tool.get("function", tool).get("name", "look_up"))
 
 
 def _call(parsed: Any, number: int) -> ToolCall:

@@ -14,7 +14,7 @@ from typing import Annotated, Protocol
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import TrajectoryId, Truncation
+from dora.core.ids import ForkCause, TrajectoryId, Truncation
 from dora.observe.figures import Figure, Metric
 
 
@@ -44,6 +44,13 @@ class EpisodeStats:
     truncated: Annotated[
         dict[str, int], Figure("episodes", "Episodes that a budget ended, by cause: tokens, turns, time.")
     ]
+    forks: Annotated[
+        dict[str, int],
+        Figure("rows", "Rows that episodes began anew, by cause: branched, resampled, rewritten, unbridged."),
+    ] = field(default_factory=dict)
+    repeated_tokens_mean: Annotated[
+        float, Figure("tokens", "Tokens of earlier rows that such rows of an episode repeat, mean.")
+    ] = 0.0
 
     @property
     def text(self) -> str:
@@ -55,6 +62,8 @@ class EpisodeStats:
         if self.truncated:
             causes = ", ".join(f"{count} of {cause}" for cause, count in self.truncated.items())
             parts.append(f"ended by a budget: {causes}")
+        if self.forks:
+            parts.append(f"forks: {by_cause(self.forks)}, {self.repeated_tokens_mean:.0f} tokens repeated")
         return ", ".join(parts)
 
     @property
@@ -92,6 +101,7 @@ class EpisodeTimes:
     called_at: float = 0.0
     ended_at: float | None = None
     calls_s: list[float] = field(default_factory=list)  #: duration of each call
+    forks: list[ForkCause] = field(default_factory=list)
 
 
 class EpisodeRecord(Protocol):
@@ -109,6 +119,9 @@ class EpisodeRecord(Protocol):
     @property
     def truncated(self) -> Truncation: ...
 
+    @property
+    def repeated(self) -> int: ...
+
 
 class TimedEpisodes:
     """The times of all episodes of a run with an environment."""
@@ -122,6 +135,7 @@ class TimedEpisodes:
             times = self.times.get(event.trajectory)
             if times is not None and isinstance(event, ev.CallFinished):
                 times.calls_s.append(event.at - times.called_at)
+                times.forks += [event.fork] if event.fork else []
             if times is not None and (isinstance(event, ev.GenerationFinished) or event.ended):
                 times.ended_at = event.at
         for command in commands:
@@ -169,4 +183,6 @@ class TimedEpisodes:
             call_share=sum(calls_s) / episodes_s if episodes_s else None,
             turn_rewards=tuple(fmean(r for r in turn if r is not None) for turn in rewards),
             truncated=dict(Counter(r.truncated for r in records.values() if r.truncated)),
+            forks=dict(Counter(cause for t in times for cause in t.forks)),
+            repeated_tokens_mean=fmean(r.repeated for r in records.values()),
         )

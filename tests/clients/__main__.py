@@ -74,7 +74,11 @@ def play(client: Client, python: Path, *, model: Path, folder: Path) -> str:
         **{"rollout__groups_per_step": GROUPS, "rollout__group_size": SIBLINGS, "rollout__max_staleness": 1},
         **{"rollout__filter_zero_variance": False, "task__max_prompt_tokens": CONTEXT // 2},
         **{"rollout__max_new_tokens": CONTEXT // 2, "engine__instances": 2, "engine__kv_tokens": 4 * CONTEXT},
-        **{"environment__options": options, "environment__call_timeout_s": 300.0},
+        **{
+            "environment__options": options,
+            "environment__call_timeout_s": 300.0,
+            "environment__episode_timeout_s": 900.0,
+        },
         **{"trainer__micro_batch_tokens": CONTEXT, "trainer__learning_rate": 1e-5},
     }
     command = [sys.executable, "-m", "dora", "run", "launch/configs/agent-cpu.toml", *settings(**values)]

@@ -225,6 +225,10 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
             ['engine.urls=["http://a"]', "engine.instances=1"],
             "rollout.max_staleness: K = 2 keeps up to 3 versions alive, but there are 2 instances",
         ),
+        (
+            ["environment.name=dora.environments.agent:Agent"],
+            "environment.episode_timeout_s: agents that drive themselves need one",
+        ),
         (["run.no_progress_s=100"], "rollout.watchdog_s: 3 x 120 s must be below run.no_progress_s (100 s)"),
         (['engine.urls=["http://a", "http://b", "http://a"]'], "engine.urls: http://a is listed twice"),
         (

@@ -38,12 +38,15 @@ class Pool:
         self.outcome = outcome
         self.turns: list[Turn] = []
         self.closed: list[int] = []
+        self.silent = False
 
     async def start(self, episode: int, row: Any, **_: Any) -> Reset:
         return Reset(QUESTION)
 
     async def step(self, episode: int, turn: Turn, **_: Any) -> Any:
         self.turns.append(turn)
+        if self.silent:
+            await asyncio.get_running_loop().create_future()
         return self.outcome
 
     def fail(self, episode: int, failed: EnvironmentFailed) -> EnvironmentFailed:
@@ -123,6 +126,7 @@ async def test_a_rewritten_conversation_goes_on_in_a_row_of_its_own(dialog: Star
     assert made.record.context() == rendered
     assert (fork.start, fork.parent) == (len(made.sampled), 0)
     assert event.repeated == fork.keep >= len(made.record.prompt.tokens)
+    assert event.fork == "rewritten"
     assert not event.ended
     made.log.store(made.log.take())
     assert read_tokens(made.path).answers[made.trajectory].forks == (fork,)
@@ -167,6 +171,16 @@ async def test_an_episode_beyond_its_time_ends_without_a_call(dialog: Start) -> 
     assert made.pool.turns == []
     in_time = dialog(Observation(MORE), timeout_s=5.0)
     assert not (await in_time.call()).ended
+
+
+async def test_an_episode_whose_agent_is_silent_ends_at_its_time_and_not_at_that_of_a_call(dialog: Start) -> None:
+    made = dialog(Observation(MORE), timeout_s=5.05)
+    made.pool.silent = True
+    event = await asyncio.wait_for(made.call(), 20)
+    assert (event.ended, event.truncated, event.graded, event.num_tokens) == (True, "time", False, len(made.sampled))
+    assert made.record.turn_rewards == [0.0]
+    assert made.pool.closed == [0]
+    assert not made.episodes._unwanted
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_a_turn_is_parsed_after_what_its_prompt_opened(tmp_path):
 def test_a_turn_that_ended_within_its_reasoning_forks(chat):
     chat.say("<think>\nhard<|im_end|>")
     chat.episode.observe([{"role": "user", "content": "well?"}])
-    assert len(chat.episode.forks) == 1
+    assert chat.episode.fork_causes == ["unbridged"]
     chat.say("7<|im_end|>")
     assert chat.trained() == chat.said
 
@@ -193,7 +193,7 @@ def test_an_edited_turn_forks(chat, change):
     first = chat.episode.context()
     edited = [*QUESTION, {**chat.episode.messages[-1], **change}, {"role": "user", "content": "and?"}]
     chat.episode.rewrite(edited)
-    assert len(chat.episode.forks) == 1
+    assert chat.episode.fork_causes == ["rewritten"]
     rendered = chat.renderer.render(edited, tools=TOOLS)
     assert chat.episode.context() == rendered
     chat.say("7<|im_end|>")
@@ -226,6 +226,7 @@ def test_going_back_continues_the_sampled_tokens_themselves(chat):
     chat.episode.observe(result("7"))
     chat.say("it is 7<|im_end|>")
     chat.episode.rewrite([*first, *result("8")])
+    assert chat.episode.fork_causes == ["branched"]
     assert chat.text(chat.said[0]).count("  ") == 1
     assert chat.spell(CALL) != chat.tokenizer.encode(CALL, special_tokens=False)
     context = chat.episode.context()
@@ -242,6 +243,7 @@ def test_a_turn_may_be_sampled_again(chat):
     asked = chat.episode.context()
     chat.say("it is 6<|im_end|>")
     chat.episode.rewrite([*chat.episode.messages[:-1]])
+    assert chat.episode.fork_causes == ["resampled"]
     assert chat.episode.context() == asked
     chat.say("it is 7<|im_end|>")
     assert chat.trained() == [[*chat.said[0], *chat.said[1]], chat.said[2]]

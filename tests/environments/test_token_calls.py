@@ -88,6 +88,7 @@ def test_one_that_differs_forks_after_what_both_have(episode: Episode) -> None:
     episode.continue_from([*ASK, 5, 6, END, 95])  # back to the first row
     sampled(episode, 8, END)
     assert [(fork.parent, fork.keep) for fork in episode.forks] == [(0, len(ASK) + 1), (0, len(ASK) + 3)]
+    assert episode.fork_causes == ["rewritten", "branched"]
     assert episode.context() == [*ASK, 5, 6, END, 95, 8, END]
     assert [*episode.mask].count(1) == 3 + 2 + 2
 
@@ -97,7 +98,7 @@ def test_the_same_conversation_once_more_is_another_sample(episode: Episode) -> 
     episode.continue_from(ASK)
     sampled(episode, 6, END)
     assert episode.context() == [*ASK, 6, END]
-    assert len(episode.forks) == 1
+    assert episode.fork_causes == ["resampled"]
 
 
 def test_a_token_that_the_model_has_not_is_refused(episode: Episode) -> None:

@@ -39,6 +39,7 @@ EVENTS: list[ev.AnyEvent] = [
     ev.GenerationFailed(1.0, TRAJECTORY, 2, 7, True, "«reset»"),
     ev.CallStarted(1.0, TRAJECTORY, 2, 60, ((4, 0, 60),)),
     ev.CallFinished(1.0, TRAJECTORY, 3, 80, True, "", 0.5, True),
+    ev.CallFinished(1.0, TRAJECTORY, 3, 80, fork="branched"),
     ev.TrajectoryGraded(1.0, TRAJECTORY, 3, None, "killed"),
     ev.TrainerReady(1.0, 2),
     ev.TrainerLost(1.0, 1, "killed"),

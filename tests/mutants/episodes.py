@@ -55,6 +55,26 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     ),
     *of(
         "dora/controller/episodes.py",
+        "tests/controller/test_ends_of_turns.py",
+        (
+            "silent-agents-have-no-limit",
+            "            async with asyncio.timeout(left_s):\n",
+            "            async with asyncio.timeout(None):\n",
+            "test_an_episode_whose_agent_is_silent_ends_at_its_time_and_not_at_that_of_a_call",
+        ),
+    ),
+    *of(
+        "dora/environments/episode.py",
+        "tests/environments/test_token_calls.py",
+        (
+            "forks-of-tokens-are-all-rewritten",
+            'return "branched" if before and keep >= before[-1].end else "rewritten"',
+            'return "rewritten"',
+            "test_one_that_differs_forks_after_what_both_have",
+        ),
+    ),
+    *of(
+        "dora/controller/episodes.py",
         "tests/environments/test_episode_replays.py",
         (
             "replayed-death-is-a-failure",

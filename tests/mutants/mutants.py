@@ -1155,8 +1155,8 @@ _EPISODES: Final = (
         ),
         (
             "sampled-tokens-made-again-from-text",
-            "self._extended(conversation) or self._rendered(conversation)",
-            "self._rendered(conversation)",
+            "self._extended(conversation, matching) or self._rendered(conversation, matching)",
+            "self._rendered(conversation, matching)",
             "test_going_back_continues_the_sampled_tokens_themselves",
         ),
         (

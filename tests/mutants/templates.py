@@ -45,9 +45,31 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "first prompts are not compared",
-            "            if ids != wanted:",
-            "            if not ids:",
+            "        if self._has_template and ids != self._by_template(messages, tools):",
+            "        if not ids:",
             "test_a_first_prompt_that_no_probe_is_like_is_compared_with_the_template",
+        ),
+    ),
+    *of(
+        "dora/environments/renderer.py",
+        "tests/environments/test_shapes.py",
+        (
+            "shapes-are-not-compared",
+            "        if is_compared and ids != self._by_template(example, tools):",
+            "        if not ids:",
+            "test_a_shape_that_the_template_renders_differently_fails_the_episode",
+        ),
+        (
+            "shapes-are-compared-each-time",
+            "        self._known_shapes.update(pairs)\n",
+            "",
+            "test_a_shape_is_compared_once",
+        ),
+        (
+            "text-may-be-left-out",
+            "            return self.render(without, tools=tools) != self.render(messages, tools=tools)\n",
+            "            return True\n",
+            "test_a_message_whose_text_is_left_out_is_refused",
         ),
     ),
     *of(

@@ -54,10 +54,10 @@ ADDED = [
     b',"trainer_losses":0',
     b',"unload":' + msgspec.json.encode(DurationHistogram()),
 ]
-#: The same of every row of the instances and of the versions.
-ADDED_TO_TABLES = [b',"mismatch_k3":null', b',"holdings":[]', b',"unloading":0']
-#: What rows of steps have said since then.
-ADDED_TO_ROWS = b',"trainer_losses":0'
+#: What rows have said since then.
+ADDED_TO_ROWS = [b',"trainer_losses":0', b',"forks":{},"repeated_tokens_mean":0.0']
+#: What every row of the instances and of the versions has said, and each step shown.
+ADDED_TO_TABLES = [b',"mismatch_k3":null', b',"holdings":[]', b',"unloading":0', *ADDED_TO_ROWS[1:]]
 
 #: Kinds of inputs of a job without an environment that decide what is written.
 MATTERS = [
@@ -251,6 +251,7 @@ class Observers:
                     observed=[*one.observed],
                     turn_rewards=[*one.turn_rewards],
                     truncated=one.truncated,
+                    repeated=0,
                 )
                 for id, one in what.episodes.items()
             }
@@ -312,7 +313,9 @@ def written_otherwise(recording: kept.Recording, observers: Observers, folder: P
     left = recording.left.files
     found = [*observers.otherwise]
     for name in kept.LINES:
-        written = (folder / name).read_bytes().replace(ADDED_TO_ROWS, b"")
+        written = (folder / name).read_bytes()
+        for text in ADDED_TO_ROWS:
+            written = written.replace(text, b"")
         found += kept.differences(written, left[name], of=name)
     saved = msgspec.json.decode(left["status.json"], type=SavedStatus)
     assert left["status.json"] in [
