@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,12 +23,21 @@ from tests.chaos.phases import until_asked, wait_for
 from tests.chaos.recorded import read_frames, unpack
 from tests.chaos.session import DEADLY, LIVE, Session, Unexpected, intrude
 
+AGENT = json.dumps([sys.executable, str(Path(__file__).with_name("agent.py"))])
 #: Settings of jobs by name; a driver takes one after the other.
 JOBS: Mapping[str, Mapping[str, object]] = {
     "ranks": {"trainer__ranks": 2},
     "on-policy": {"engine__instances": 1, "rollout__max_staleness": 0},
     "merged": {"trainer__ranks": 2, "trainer__lora__rank": 4},
     "adapters": {"engine__instances": 1, "trainer__lora__rank": 4, "engine__adapters": True},
+    "agents": {
+        "model__path": "seed-tools",
+        "environment__name": "dora.environments.agent:Agent",
+        "environment__options": f"{{command = {AGENT}, warm = true, replays = true}}",
+        "environment__episode_timeout_s": 300,
+        "task__sources": '[{kind = "seeds"}]',
+        "eval__sets": '[{prompts = 6, source = {kind = "seeds"}}]',
+    },
 }
 #: Moments for faults that the run must survive; its end comes only once.
 MOMENTS = ("generating", "grading", "committing", "training", "publishing", "pushing", "checkpointing")
