@@ -86,6 +86,28 @@ def test_each_renderer_of_the_page_is_one(shop: Path) -> None:
 
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
+def test_the_program_of_the_example_is_trained_by_itself(shop: Path) -> None:
+    [environment] = [text for text in blocks("toml", REST) if "agent:Agent" in text]
+    [program] = [text for text in blocks("python", REST) if "openai" in text]
+    ends = program.replace("messages=messages)", "messages=messages, max_tokens=8)")  # the policy never does
+    assert ends != program
+    (shop / "agent.py").write_text(ends)
+    (shop / "sums.jsonl").write_text('{"prompt": "3 + 4", "answer": "7"}\n{"prompt": "1 + 1", "answer": "2"}\n')
+    source = '{ kind = "jsonl", path = "sums.jsonl", answer = "answer" }'
+    task = f'model.path = "models/Qwen3-0.6B"\neval.sets = []\ntask.sources = [{source}]\n'
+    (shop / "agent.toml").write_text(task + environment)
+    for command in ("check", "run"):
+        result = run_to_end(command, "agent.toml", *settings(**SIZES), cwd=shop, timeout_s=600)
+        assert result.returncode == 0, result.stderr
+    [root] = (shop / "runs").iterdir()
+    finished = events_of(RunFolder(root), CallFinished)
+    assert [event.failed for event in finished if event.failed] == []
+    assert {event.reward for event in finished if event.ended} == {0.0}
+    assert_audit_clean(RunFolder(root))
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1200)
 def test_the_commands_of_the_example_check_and_train_it(shop: Path) -> None:
     [commands] = blocks("")
     for line in commands.splitlines():
