@@ -28,7 +28,7 @@ def serve(found: Results) -> str:
     answer_s = process / 100 * process_step_s / (64 * 16)
     stream_kb = _bench("streams", r"10,000 streams .*: memory.*")
     event_s = _bench("core", r"10,000 instances, early.*") * 1e-6
-    live_b = _bench("core", r"10,000 instances, .* live trajectories")
+    live_b = _bench("core", r"1,000 instances, .* live trajectories")
     columns = []
     for devices in (64, 512, 4_096, 32_768):
         events_s = devices * (2 * answers_s + instances)
