@@ -282,6 +282,7 @@ def _episodes(opened: Opened, inputs: EpisodeInputs, graders: Graders) -> Episod
         inputs.renderer,
         trajectories=opened.trajectories,
         is_graded=lambda trajectory: graders.of(trajectory) is not None,
+        own_prompts=config.environment.own_prompts,
         limits=EpisodeLimits(
             max_turns=config.environment.max_turns,
             max_prompt_tokens=config.task.max_prompt_tokens,

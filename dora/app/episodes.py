@@ -44,7 +44,7 @@ async def _enter_environment(stack: AsyncExitStack, config: Config, *, own_promp
     model = model_folder(config.model.path, revision=config.model.revision)
     tokenizer = await asyncio.to_thread(load_tokenizer, model, thinking=config.model.thinking)
     renderer = await asyncio.to_thread(open_renderer, tokenizer, settings=config.environment.renderer)
-    pool = await stack.enter_async_context(EnvironmentPool(config.environment))
+    pool = await stack.enter_async_context(EnvironmentPool(config.environment, max_tokens=config.longest_request))
     if not (pool.gives_rewards or config.task.rewards):
         raise ConfigError(
             f"task.rewards: {config.environment.name} ends its episodes without a reward of its own, so they must be "

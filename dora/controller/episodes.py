@@ -116,18 +116,27 @@ class Episodes:
         limits: EpisodeLimits,
         now: Callable[[], float],
         is_graded: Callable[[TrajectoryId], bool] = lambda trajectory: True,
+        own_prompts: bool = False,
     ) -> None:
-        """`is_graded`: whether the task's rewards grade an episode that its environment ends without a reward."""
+        """`is_graded`: whether the task's rewards grade an episode that its environment ends without a reward.
+        `own_prompts`: agents drive themselves."""
         self._pool = pool
         self._renderer = renderer
         self._trajectories = trajectories
         self._limits = limits
         self._now = now
         self._is_graded = is_graded
+        self._own_prompts = own_prompts
         self._open: dict[TrajectoryId, Episode] = {}
         self._calling: set[TrajectoryId] = set()
         self._unwanted: set[TrajectoryId] = set()  # to be closed after their call
         self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether a clean stop waits for calls under way: not if they can be repeated, and not for agents, which may
+        take as long as they like."""
+        return not (self._pool.can_replay or self._own_prompts)
 
     async def __call__(self, order: cmd.CallEnvironment) -> ev.Event:
         """Give a turn to the environment, and append its observation; or begin an episode that has its own prompt."""
@@ -388,6 +397,8 @@ def _is_as_recorded(
 @dataclass(frozen=True)
 class NoEpisodes:
     """A replacement for `Episodes` in runs without an environment."""
+
+    are_awaited = False
 
     def close(self, trajectories: Iterable[TrajectoryId]) -> None:
         """Do nothing."""

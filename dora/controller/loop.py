@@ -193,7 +193,7 @@ class Controller:
             await self._apply(event)
 
     async def _end_calls(self) -> None:
-        """Wait for the calls of environments under way, which have time limits: a call that is cut off is lost."""
+        """Wait for calls of environments that would be lost; they have time limits."""
         if self._orders.calls and self._error is None:
             ended = asyncio.create_task(asyncio.wait([*self._orders.calls]), name="calls")
             while not ended.done():

@@ -50,7 +50,7 @@ class Orders:
     tasks: RunTasks
     restart: Callable[[cmd.RestartTrainer], None] | None = None  #: None: there is no trainer
     episodes: Episodes | NoEpisodes = field(default_factory=NoEpisodes)
-    calls: set[asyncio.Task[None]] = field(default_factory=set)  #: of environments, under way
+    calls: set[asyncio.Task[None]] = field(default_factory=set)  #: of environments, under way, which a stop waits for
     _takes_work: bool = True
     _trains: bool = True
 
@@ -101,7 +101,7 @@ class Orders:
     def _call(self, order: cmd.CallEnvironment, position: int) -> None:
         self._record(order.trajectory)
         task = self._begin(order, after=position)
-        if task is not None:
+        if task is not None and self.episodes.are_awaited:
             self.calls.add(task)
             task.add_done_callback(self.calls.discard)
 

@@ -66,7 +66,7 @@ class Agent(Environment):
 
     async def reset(self, row: dict[str, Any]) -> Reset:
         """Start the program, and wait for its first request."""
-        session = self._session = (await _server()).open(is_strict=self._is_strict)
+        session = self._session = (await _server()).open(is_strict=self._is_strict, max_tokens=self.max_tokens)
         if self._is_warm:
             program = await _warm_program(self._command)
             self._running = asyncio.create_task(program.run(session, row), name=f"episode of {session.url}")

@@ -67,11 +67,13 @@ class EnvironmentPool:
         *,
         limits: FailureLimits = NORMAL,
         field: str = "environment",
+        max_tokens: int = 0,
     ) -> None:
+        """`max_tokens`: the longest that an episode may become, which hosts are told; 0: not known."""
         self._settings = settings
         self._losses = _Losses(field)
         self._slots = [
-            _Slot(settings, number=number, field=field, wake=self._wake, losses=self._losses)
+            _Slot(settings, number=number, field=field, max_tokens=max_tokens, wake=self._wake, losses=self._losses)
             for number in range(settings.hosts)
         ]
         self._episodes: dict[int, _Episode] = {}
@@ -323,9 +325,17 @@ class _Slot:
     """A place for a host, which is started on demand, and replaced when it is lost."""
 
     def __init__(
-        self, settings: EnvironmentConfig, *, number: int, field: str, wake: Callable[[], None], losses: _Losses
+        self,
+        settings: EnvironmentConfig,
+        *,
+        number: int,
+        field: str,
+        max_tokens: int,
+        wake: Callable[[], None],
+        losses: _Losses,
     ) -> None:
         self._number = number
+        self._max_tokens = max_tokens
         self._losses = losses
         self._settings = settings
         self._field = field
@@ -385,6 +395,7 @@ class _Slot:
                 field=self._field,
                 on_lost=self._on_lost,
                 number=self._number,
+                max_tokens=self._max_tokens,
                 on_output=self.log.write,
             )
             try:

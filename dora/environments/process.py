@@ -65,6 +65,7 @@ class HostProcess:
     """A host with the environment of `settings`, at the config key `field`.
 
     `on_lost` is called when it is lost, with False if `kill` was the reason; `on_output` with what it prints.
+    `max_tokens`: of an episode, prompt included; 0: not known.
     """
 
     def __init__(
@@ -74,9 +75,11 @@ class HostProcess:
         field: str,
         on_lost: Callable[[bool], None],
         number: int = 0,
+        max_tokens: int = 0,
         on_output: Callable[[bytes], None] | None = None,
     ) -> None:
         self._settings = settings
+        self._max_tokens = max_tokens
         self._field = field
         self._on_lost = on_lost
         self._process = GuardedProcess(
@@ -153,6 +156,7 @@ class HostProcess:
             "options": settings.options,
             "episodes": settings.episodes_per_host,
             "call_timeout_s": settings.call_timeout_s,
+            "max_tokens": self._max_tokens,
             "output_bytes": settings.output_bytes,
             "reply_bytes": REPLY_BYTES,
         }

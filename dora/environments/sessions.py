@@ -68,6 +68,7 @@ class Session:
     key: str
     url: str
     is_strict: bool = False  # refuse settings that have no effect
+    max_tokens: int = 0  # of the conversation; 0: not known
     counts: dict[str, int] = field(default_factory=dict)  #: what was set aside, repeated or queued, by cause
 
     def __post_init__(self) -> None:
@@ -272,11 +273,11 @@ class SessionServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def open(self, *, is_strict: bool = False) -> Session:
+    def open(self, *, is_strict: bool = False, max_tokens: int = 0) -> Session:
         """Begin a session."""
         self._numbers += 1
         url = f"{self._base}/sessions/{self._numbers}"
-        session = Session(self._numbers, secrets.token_urlsafe(24), url, is_strict)
+        session = Session(self._numbers, secrets.token_urlsafe(24), url, is_strict, max_tokens)
         self._sessions[self._numbers] = session
         return session
 
@@ -308,9 +309,10 @@ class SessionServer:
         return await self._session(request).reply_to(request, read_generate)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        self._session(request)
+        session = self._session(request)
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "dora"}
-        return web.json_response({"object": "list", "data": [model]})
+        longest = {"max_model_len": session.max_tokens} if session.max_tokens else {}
+        return web.json_response({"object": "list", "data": [model | longest]})
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         self._session(request).give_reward(await request.read())

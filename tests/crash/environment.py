@@ -21,6 +21,9 @@ class NumberRenderer:
     family = "numbers"
     stop_ids = (EOS,)
 
+    def require_shape(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = ()) -> None:
+        pass  # it has no template
+
     def bridge(
         self, prompt: Sequence[int], sampled: Sequence[int], messages: Sequence[Mapping[str, Any]], *, tools: Any = ()
     ) -> list[int]:

@@ -16,7 +16,7 @@ from dora.core import events as ev
 from dora.journal.deep import read_kept
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import read_tokens
-from tests.e2e.runs import Run, assert_audit_clean, events_of, orders_of, run_to_end, settings
+from tests.e2e.runs import Run, assert_audit_clean, events_of, orders_of, run_to_end, settings, until_gone
 from tests.environments.token_agent import ASK
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
@@ -84,6 +84,26 @@ def test_each_sibling_may_begin_in_its_own_way(tmp_path: Path) -> None:
     assert {len(one.turn_rewards) for one in played} == {len(one.calls_s) for one in played} == {2}
     deep = run_to_end("audit", str(folder.root), "--deep")
     assert deep.returncode == 0, deep.stdout
+
+
+def test_a_clean_stop_does_not_wait_for_agents(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "k1"}\n')
+    command = [sys.executable, str(ROOT / "tests" / "environments" / "calling_agent.py"), "silent"]
+    values = {
+        **SMALL,
+        "run__folder": tmp_path / "runs",
+        "environment__options": f"{{command = {json.dumps(command)}}}",
+        "environment__call_timeout_s": 350.0,
+        "environment__episode_timeout_s": 350.0,
+        "task__sources": f'[{{kind = "jsonl", path = "{tmp_path}/rows.jsonl", answer = ""}}]',
+    }
+    with Run("launch/configs/agent-cpu.toml", *settings(**values), cwd=ROOT) as run:
+        run.until_status(lambda s: s["environment"]["calling"] > 0 < s["tokens"]["sampled"], what="silent agents")
+        children = run.children()
+        run.interrupt()
+        assert run.end(timeout_s=120.0) == 130
+    until_gone(children)
+    assert orders_of(run.folder, cmd.CallEnvironment)
 
 
 def answers_of_version_0(folder: RunFolder) -> dict[int, list[int]]:

@@ -620,3 +620,17 @@ def until(ask, *, timeout_s: float = 30):
             return found
         time.sleep(0.02)
     raise AssertionError(f"not within {timeout_s:g} s")
+
+
+async def test_an_environment_knows_how_long_an_episode_may_become(tmp_path: Path) -> None:
+    file = tmp_path / "long.py"
+    file.write_text(
+        "from dora.environments.api import End, Environment, Reset\n"
+        "class Long(Environment):\n"
+        "    def reset(self, row): return Reset([{'role': 'user', 'content': str(self.max_tokens)}])\n"
+        "    def step(self, turn): return End(0.0)\n"
+    )
+    async with EnvironmentPool(EnvironmentConfig(name=f"{file}:Long", memory_mb=1_024), max_tokens=77) as pool:
+        reset = await pool.start(0, {}, source="", name="row")
+        assert isinstance(reset, Reset)
+        assert reset.messages[0]["content"] == "77"

@@ -249,6 +249,14 @@ async def test_a_key_opens_its_own_session_alone(server: SessionServer, caller: 
         assert response.status == 401
 
 
+async def test_the_model_says_how_long_a_conversation_may_become(server: SessionServer, caller: Caller) -> None:
+    for session, longest in ((server.open(max_tokens=77), 77), (caller.session, None)):
+        headers = {"Authorization": f"Bearer {session.key}"}
+        async with caller.http.get(f"{session.url}/v1/models", headers=headers) as response:
+            [model] = (await response.json())["data"]
+        assert (model["id"], model.get("max_model_len")) == ("policy", longest)
+
+
 async def test_tools_stay_those_of_the_first_request(caller: Caller) -> None:
     asking = caller.begin(ASK | {"tools": TOOLS})
     await caller.session.next_request()
