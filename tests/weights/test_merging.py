@@ -183,7 +183,7 @@ def header(**changes: object) -> Callable[[Path], None]:
 DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "not JSON": (lambda folder: (folder / RECIPE).write_bytes(b"{"), "truncated"),
     "deep": (lambda folder: (folder / RECIPE).write_bytes(b"[" * 100_000), "Expected `object`"),
-    "no UTF-8": (lambda folder: (folder / RECIPE).write_bytes(b'{"scale": 1, "tensors": [{"name": "\xff"}]}'), "utf-8"),
+    "no UTF-8": (lambda folder: (folder / RECIPE).write_bytes(b'{"scale": 1, "tensors": [{"name": "\xff"}]}'), "utf-8|UTF-8"),
     "too long": (lambda folder: (folder / RECIPE).write_bytes(b" " * (1 << 21)), "has more than"),
     "another type": (edited(lambda recipe: recipe.update(scale="1")), "Expected `float`, got `str`"),
     "endless": (edited(lambda recipe: recipe.update(scale=1e400)), "number out of range|malformed|invalid"),
@@ -248,7 +248,7 @@ def replace_by(make: Callable[[Path], object]) -> Callable[[Path], None]:
         (lambda path: path.symlink_to("/dev/zero"), "is a link|is a device"),
         (os.mkfifo, "is a pipe"),
         (lambda path: None, "No such file|has no tensor|not a safetensors"),
-        (lambda path: path.write_bytes(b"\xff" * 9), "not a safetensors|truncated|malformed|utf-8"),
+        (lambda path: path.write_bytes(b"\xff" * 9), "not a safetensors|truncated|malformed|utf-8|UTF-8"),
     ],
     ids=["link", "pipe", "absent", "noise"],
 )
