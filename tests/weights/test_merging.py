@@ -183,7 +183,7 @@ def header(**changes: object) -> Callable[[Path], None]:
 DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "not JSON": (lambda folder: (folder / RECIPE).write_bytes(b"{"), "truncated"),
     "deep": (lambda folder: (folder / RECIPE).write_bytes(b"[" * 100_000), "Expected `object`"),
-    "no UTF-8": (lambda folder: (folder / RECIPE).write_bytes(b'{"scale": 1, "tensors": [{"name": "\xff"}]}'), "utf-8|UTF-8"),
+    "no UTF-8": (lambda folder: (folder / RECIPE).write_bytes(b'{"tensors": [{"name": "\xff"}]}'), "utf-8|UTF-8"),
     "too long": (lambda folder: (folder / RECIPE).write_bytes(b" " * (1 << 21)), "has more than"),
     "another type": (edited(lambda recipe: recipe.update(scale="1")), "Expected `float`, got `str`"),
     "endless": (edited(lambda recipe: recipe.update(scale=1e400)), "number out of range|malformed|invalid"),
