@@ -43,6 +43,22 @@ def test_ranks_that_divide_sequences_count_as_one_with_their_tokens_together() -
     assert trainer_settings(config(*CHANGED), max_staleness=0).micro_batch_tokens == 999
 
 
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ((), True),
+        (("trainer.min_ranks=2",), True),
+        (("trainer.min_ranks=1",), False),
+        (("trainer.device=cuda",), False),
+    ],
+)
+def test_the_same_bytes_are_expected_of_a_step_that_is_trained_again_unless_ranks_may_be_fewer_or_gpus(
+    changes: tuple[str, ...], same: bool
+) -> None:
+    nodes = ("trainer.ranks=2", "nodes.train=2", "nodes.expected=5") if changes and "min_ranks" in changes[0] else ()
+    assert settings_of(config(*nodes, *changes), eval_prompt_tokens=()).deterministic == same
+
+
 def test_the_rollout_section_of_a_job_is_that_of_its_config() -> None:
     rollout = config(*CHANGED).rollout
     there = rollout_section(workload_of(config(*CHANGED)).job)
