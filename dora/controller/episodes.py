@@ -151,10 +151,11 @@ class Episodes:
         outcome: _Outcome | None = None
         replays = 0
         try:
-            async with asyncio.timeout(left_s):
+            async with asyncio.timeout(left_s) as limit:
                 outcome, replays = await self._outcome(trajectory, record)
         except TimeoutError:
-            pass  # the episode's, as the limit of a call is an outcome
+            if not limit.expired():
+                raise
         finally:
             self._calling.discard(trajectory)
         event = self._late(order, record) if outcome is None else self._finished(order, record, outcome)

@@ -111,7 +111,7 @@ class Environment:
 
     can_replay: ClassVar[bool] = False
     wants_tokens: ClassVar[bool] = False
-    max_tokens: int = 0
+    max_tokens: ClassVar[int] = 0
 
     def reset(self, row: dict[str, Any]) -> Reset | Awaitable[Reset]:
         """Begin the episode. `row` has the columns of the task's row."""

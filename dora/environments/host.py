@@ -126,7 +126,7 @@ class _Host:
     def __init__(self, setup: dict[str, Any], make: Callable[[], Environment]) -> None:
         self._make = make
         self._limit_s: float = setup["call_timeout_s"]
-        self._max_tokens: int = setup.get("max_tokens", 0)
+        Environment.max_tokens = setup.get("max_tokens", 0)
         self._output_bytes: int = setup["output_bytes"]
         self._reply_bytes: int = setup["reply_bytes"]
         self._episodes: dict[int, _Hosted] = {}
@@ -174,7 +174,6 @@ class _Host:
 
     async def _start(self, request: dict[str, Any], episode: _Hosted) -> Reply:
         episode.environment = await asyncio.to_thread(self._make)
-        episode.environment.max_tokens = self._max_tokens
         reset = await self._run(episode.environment.reset, request["row"])
         _require(reset, Reset, of=episode.environment.reset)
         told: Reply = {"type": "reset", "messages": list(reset.messages), "tools": list(reset.tools)}

@@ -23,7 +23,7 @@ import msgspec
 
 from dora.environments import probes
 from dora.environments.api import ToolCall, Turn
-from dora.environments.shapes import ShapePair, example_of, pairs_of, shapes_of
+from dora.environments.shapes import ShapePair, example_of, pairs_of, shapes_of, shortened
 from dora.errors import ConfigError, DoraError
 from dora.extras import require_extra
 from dora.tasks.tokenizer import Tokenizer
@@ -105,7 +105,7 @@ class Renderer:
     def require_shape(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> None:
         """Compare with the chat template by which the family was recognized how conversations of this shape are
         rendered, once for each pair of messages in it. RenderingFailed if they differ, or if a text is left out."""
-        shapes = shapes_of(messages)
+        shapes = shortened(shapes_of(messages))
         pairs = [(bool(tools), pair) for pair in pairs_of(shapes)]
         if self._known_shapes.issuperset(pairs):
             return
@@ -116,8 +116,9 @@ class Renderer:
         if is_compared and ids != self._by_template(example, tools):
             told = ", ".join(map(str, shapes))
             raise RenderingFailed(f"renderer {self.family} and the chat template render differently: {told}")
-        for number, shape in enumerate(shapes):
-            if shape.has_text and pairs[number] not in self._known_shapes and not self._owns(number, example, tools):
+        for pair in {*pairs} - self._known_shapes:
+            shape = pair[1][1]
+            if shape.has_text and not self._owns(pairs.index(pair), example, tools):
                 raise RenderingFailed(f"renderer {self.family} leaves out the text of {shape}")
         self._known_shapes.update(pairs)
 

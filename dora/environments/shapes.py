@@ -11,6 +11,10 @@ from typing import Any, Final, NamedTuple
 
 Message = Mapping[str, Any]
 
+#: Of a longer conversation only parts are compared: an agent may send any number of messages.
+MAX_SHAPES: Final = 256
+#: Longest beginning of such a conversation up to the first message of its user.
+MAX_HEAD: Final = 8
 #: More calls in one turn than this count as this number.
 _MANY: Final = 3
 
@@ -57,6 +61,19 @@ def shapes_of(messages: Sequence[Message]) -> list[MessageShape]:
     return shapes[::-1]
 
 
+def shortened(shapes: Sequence[MessageShape]) -> list[MessageShape]:
+    """Return at most MAX_SHAPES and a few of them: of a longer conversation its beginning, and its end from a turn on.
+
+    The first turn follows a message of the user in most conversations, so that this is one, too.
+    """
+    if len(shapes) <= MAX_SHAPES:
+        return [*shapes]
+    head, tail = shapes[:MAX_HEAD], shapes[-MAX_SHAPES:]
+    first = next((number for number, shape in enumerate(head) if shape.role == "user"), 0)
+    turn = next((number for number, shape in enumerate(tail) if shape.role == "assistant"), 0)
+    return [*head[: first + 1], *tail[turn:]]
+
+
 def pairs_of(shapes: Sequence[MessageShape]) -> list[ShapePair]:
     """Return each shape with the one before it."""
     return [*zip([None, *shapes], shapes, strict=False)]
@@ -67,7 +84,7 @@ def example_of(shapes: Sequence[MessageShape], *, tool: str = "look_up") -> list
     messages: list[dict[str, Any]] = []
     waiting: list[str] = []  # calls without a result
     for number, shape in enumerate(shapes):
-        message: dict[str, Any] = {"role": shape.role, "content": f"k{number}" if shape.has_text else ""}
+        message: dict[str, Any] = {"role": shape.role, "content": f"k{number % 16}" if shape.has_text else ""}
         if shape.has_reasoning:
             message["reasoning_content"] = "So."
         if shape.num_calls:

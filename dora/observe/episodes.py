@@ -46,10 +46,10 @@ class EpisodeStats:
     ]
     forks: Annotated[
         dict[str, int],
-        Figure("rows", "Rows that episodes began anew, by cause: branched, resampled, rewritten, unbridged."),
+        Figure("rows", "New rows in episodes that forked, by cause: branched, resampled, rewritten, unbridged."),
     ] = field(default_factory=dict)
     repeated_tokens_mean: Annotated[
-        float, Figure("tokens", "Tokens of earlier rows that such rows of an episode repeat, mean.")
+        float, Figure("tokens", "Tokens of earlier rows that the new rows of an episode repeat, mean.")
     ] = 0.0
 
     @property

@@ -9,7 +9,7 @@ import pytest
 
 from dora.environments.episode import Episode
 from dora.environments.renderer import Renderer, RenderingFailed, open_renderer
-from dora.environments.shapes import MessageShape, example_of, pairs_of, shapes_of
+from dora.environments.shapes import MAX_HEAD, MAX_SHAPES, MessageShape, example_of, pairs_of, shapes_of
 from dora.tasks.tokenizer import load_tokenizer
 from tests.environments.templates_of_families import TEMPLATES
 from tests.environments.tokenizers_of_families import family_tokenizer, make_folder, special_tokens
@@ -99,6 +99,27 @@ def test_a_shape_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(rendered) == first
     renderer.require_shape([USER, answer("7"), MORE], tools=TOOLS)
     assert len(rendered) > first
+
+
+@pytest.mark.parametrize("count", [20_000, 300])
+def test_a_conversation_of_any_length_costs_a_few_short_ones(
+    tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer = opened(tmp_path, "qwen3")
+    rendered: list[int] = []
+    render_ids = renderer._renderer.render_ids
+
+    def counted(messages: Any, **settings: Any) -> Any:
+        rendered.append(len(messages))
+        return render_ids(messages, **settings)
+
+    monkeypatch.setattr(renderer._renderer, "render_ids", counted)
+    system = {"role": "system", "content": "Be brief."}
+    renderer.require_shape([system, USER, *[answer("", 1), *results(1)] * count, answer("7"), MORE])
+    assert len(rendered) <= 20
+    assert max(rendered) <= MAX_SHAPES + MAX_HEAD
+    renderer.require_shape([system, USER, answer("", 1), *results(1), answer("7"), MORE])
+    assert len(rendered) <= 20, "the pairs of the long one are known"
 
 
 def test_shapes_tell_apart_what_templates_treat_differently() -> None:

@@ -58,8 +58,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "tests/controller/test_ends_of_turns.py",
         (
             "silent-agents-have-no-limit",
-            "            async with asyncio.timeout(left_s):\n",
-            "            async with asyncio.timeout(None):\n",
+            "            async with asyncio.timeout(left_s) as limit:\n",
+            "            async with asyncio.timeout(None) as limit:\n",
             "test_an_episode_whose_agent_is_silent_ends_at_its_time_and_not_at_that_of_a_call",
         ),
     ),
