@@ -80,6 +80,8 @@ def prepare(
         settings = rollout_only_settings(settings)
     if recorded is not None:  # waves keep their size; if the setting is lower now, ranks split them into passes
         settings = replace(settings, micro_batch_tokens=recorded.settings.micro_batch_tokens)
+        if config.trainer.device == recorded.configuration.trainer.device:  # min_ranks may change (journal/audit.py)
+            settings = replace(settings, deterministic=recorded.settings.deterministic)
     return Job(
         config=config,
         inputs=inputs,

@@ -197,7 +197,8 @@ def accept(recorded: Recorded, config: Config, settings: Settings, *, is_accepte
 def _decisions(config: Config) -> Settings:
     """Return the settings of the decision core that cannot change; held-out prompts are not known here."""
     free = {"steps": 0, "num_ranks": 1, "micro_batch_tokens": 0, "max_episodes": 0}
-    return replace(settings_of(config, eval_prompt_tokens=()), **free)
+    deterministic = config.trainer.device == "cpu"  # whatever `trainer.min_ranks` is, which may change
+    return replace(settings_of(config, eval_prompt_tokens=()), **free, deterministic=deterministic)
 
 
 def _keys_that_change(derived: Callable[[Config], object], before: Config, after: Config) -> list[str]:

@@ -35,7 +35,7 @@ from dora.journal.tokens import read_tokens
 MAX_EXCERPTS: Final = 10
 
 #: Beginnings of the changes of settings that only alter how a trainer rounds.
-_PASSES: Final = ("trainer.micro_batch_tokens: ", "trainer.ranks: ", "trainer.parallel.")
+_PASSES: Final = ("trainer.micro_batch_tokens: ", "trainer.ranks: ", "trainer.min_ranks: ", "trainer.parallel.")
 
 #: The rule of a violation that is damage to a file.
 DAMAGE: Final = "damage"

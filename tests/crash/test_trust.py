@@ -17,9 +17,11 @@ import pytest
 
 from dora.app import resume as resuming
 from dora.app.inputs import model_digest
+from dora.app.prepare import prepare
 from dora.app.settings import lineage_settings, settings_of
 from dora.app.trust import require_trust
 from dora.config.load import dump, load, state_folder
+from dora.config.schema import Config
 from dora.controller.lineage import base_chain
 from dora.core.phases import TrajectoryPhase
 from dora.core.tables import Trajectory
@@ -201,6 +203,22 @@ def test_a_change_that_alters_the_experiment_must_be_accepted(stopped: Stopped) 
     config = load(stopped.world.folder.config, [], environ={})
     found = resuming.accept(stopped.recorded, config, stopped.recorded.settings, is_accepted=True)
     assert [line.partition(":")[0] for line in found] == ["trainer.learning_rate"]
+
+
+def test_the_fewest_ranks_may_change_and_the_trainers_device_may_not(stopped: Stopped, tmp_path: Path) -> None:
+    """Both decide whether a step that is trained again gives the same bytes."""
+    stopped.copy()
+    path = tmp_path / "config.toml"
+    path.write_text(re.sub(r"(?m)^instances = .*$", "", stopped.world.folder.config.read_text()))
+
+    def of(*changes: str) -> Config:
+        return load(path, ["nodes.expected=12", "nodes.train=2", "trainer.ranks=2", *changes], environ={})
+
+    recorded = replace(stopped.recorded, config=dump(of()))
+    job = prepare(of("trainer.min_ranks=1"), stopped.world.inputs, recorded=recorded)
+    assert [line.partition(":")[0] for line in job.changes] == ["trainer.min_ranks"]
+    with pytest.raises(ConfigError, match=r"trainer\.device cannot change within a run"):
+        prepare(of("trainer.device=cuda"), stopped.world.inputs, recorded=recorded, accept_changes=True)
 
 
 @pytest.mark.parametrize(("key", "value"), [("optimizer", "muon"), ("optimizer_state", "8bit")])
