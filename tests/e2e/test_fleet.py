@@ -91,9 +91,10 @@ def story(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
         with Run(*arguments) as run:
             found = Story(run.folder, freeze_in_mid_answer(run, server))
             run.until_status(lambda s: instance(s, FROZEN)["phase"] == "lost", what="the frozen server is lost")
+            lost = instance(run.status(), FROZEN)["incarnation"]
             run.until_trained(run.status()["steps_trained"] + 1)
             server.resume()
-            run.until_status(lambda s: instance(s, FROZEN)["incarnation"] == 2, what="it is back")
+            run.until_status(lambda s: instance(s, FROZEN)["incarnation"] > lost, what="it is back")
             change_the_fleet(run, found, late)
             found.left_running = bool(alive([other]))
             run.interrupt()
@@ -201,8 +202,11 @@ def test_a_resumed_run_begins_with_the_configured_fleet(story: Story) -> None:
         == f"dora: instance {REJOINED} had joined at run time and is no longer in the fleet; add it again\n"
     )
     restarted = next(e.at for e in events_of(story.folder, ev.ControllerRestarted))
-    back = [e for e in events_of(story.folder, ev.InstanceUp) if e.at > restarted]
-    assert {e.instance: e.incarnation for e in back} == {FROZEN: 3, REMOVED: 1, InstanceId(2): 2}
+    ups = events_of(story.folder, ev.InstanceUp)
+    # A slow machine may lose the external server more often than it is frozen.
+    last = {e.instance: e.incarnation for e in ups if e.at < restarted}
+    back = {e.instance: e.incarnation for e in reversed(ups) if e.at > restarted}
+    assert back == {FROZEN: last[FROZEN] + 1, REMOVED: 1, InstanceId(2): last[InstanceId(2)] + 1}
 
 
 def test_requests_that_cannot_be_granted_are_refused_in_one_line(story: Story) -> None:
