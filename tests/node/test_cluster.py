@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -562,7 +561,7 @@ async def test_a_process_that_is_started_again_is_a_loss_of_the_earlier_one(tmp_
             await first.take_part()
             place = there.cluster.places[0]
             place.servers[0] = ServerOrder(start=1)
-            place.heard_at = -math.inf
+            place.heard_at -= 2 * place_module.ALIVE_S  # silent, and far from the end of its lease
             lost = asyncio.create_task(there.cluster.changes.until(lambda: place.report is None))
             await second.join()
             async with asyncio.timeout(WAIT_S):
