@@ -212,7 +212,7 @@ async def test_a_server_without_room_is_named_with_what_to_do() -> None:
 async def test_an_error_of_the_environment_is_no_answer_to_the_policy() -> None:
     async with serving(TEXT, guessing) as url, episode(url, {"seed": 1}) as (game, _):
         await game._client._socket.close()  # the server has gone
-        with pytest.raises(Exception, match="closed|CLOSE|closing|Cannot write|not str"):
+        with pytest.raises(Exception, match=r"closed|CLOSE|closing|Cannot write|not str"):
             await game.step(Turn("1"))
 
 
