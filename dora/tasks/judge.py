@@ -85,7 +85,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Completion(msgspec.Struct):
+class _ChatReply(msgspec.Struct):
     choices: list[_Choice]
     usage: _Usage | None = None
 
@@ -187,13 +187,13 @@ class Judge:
 
 def _read(content: bytes) -> tuple[str, _Usage]:
     try:
-        completion = msgspec.json.decode(content, type=_Completion)
-        choice = completion.choices[0]
+        told = msgspec.json.decode(content, type=_ChatReply)
+        choice = told.choices[0]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, IndexError) as err:
         raise _Failed(f"its reply is not one of the chat API ({err})") from err
     if choice.finish_reason == "length":
         raise _Failed("its reply was cut off; raise max_tokens in its options", pause_s=None)
-    return choice.message.content or "", completion.usage or _Usage()
+    return choice.message.content or "", told.usage or _Usage()
 
 
 async def _limited(content: aiohttp.StreamReader) -> bytes:
