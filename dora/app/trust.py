@@ -29,6 +29,8 @@ _FUNCTION: Final = re.compile(r"(?s:[\w./~-]+|.+\.py):[^\W\d]\w*")
 #: Last part of the keys that name commands, or that change what commands do.
 _OF_COMMANDS: Final = frozenset({"command", "args", "python", "import_path"})
 _OF_ENVIRONMENT: Final = "engine.environment."
+#: Last part of the keys of addresses that are sent answers and a key.
+_OF_ADDRESSES: Final = "url"
 #: Bounds on what one line shows.
 _MAX_SHOWN: Final = 8
 _MAX_SHOWN_CHARACTERS: Final = 80
@@ -65,10 +67,12 @@ def require_trust(folder: RunFolder, config: Config | RecordedConfig, *, named: 
 
 
 def executed(config: Config) -> Iterator[str]:
-    """Yield what a run executes because its configuration names it, each as `key = value`."""
+    """Yield what a run executes or sends answers to because its configuration names it, each as `key = value`."""
     for key, value in _leaves(config.model_dump(mode="json"), prefix=""):
         is_function = isinstance(value, str) and _FUNCTION.fullmatch(value)
-        if value and (is_function or key.rpartition(".")[2] in _OF_COMMANDS or key.startswith(_OF_ENVIRONMENT)):
+        last = key.rpartition(".")[2]
+        names = is_function or last in _OF_COMMANDS or last == _OF_ADDRESSES or key.startswith(_OF_ENVIRONMENT)
+        if value and names:
             yield f"{key} = {' '.join(value) if isinstance(value, list) else value}"
 
 

@@ -44,6 +44,7 @@ def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:
     lines += [f"  drift: {alarm.text}" for alarm in now.alarms]
     lines.append(f"  {moves(now)}")
     lines += _episodes(now)
+    lines += [f"  judges: {now.judges.text}"] if now.judges is not None else []
     kept = ", ".join(name for name in ("C1", "C2", "C3") if name not in now.by_design)
     lines.append(f"  audit of {kept}: {_verdict(now, violations, folder=folder)}")
     lines.append(f"  everything is in {folder.root}")

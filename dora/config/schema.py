@@ -348,21 +348,40 @@ class SourceConfig(Section):
 class RewardConfig(Section):
     """One term of the reward; terms are summed with their weights."""
 
-    kind: Literal["math", "exact", "regex", "reasoning_gym", "overlong", "length", "http", "function"] = "exact"
+    kind: Literal["math", "exact", "regex", "reasoning_gym", "overlong", "length", "http", "function", "judge"] = (
+        "exact"
+    )
     """`math`: math-verify compares response and answer. `exact`: 1 if they are equal after stripping. `regex`: 1 if the
     first group of `pattern` equals the answer. `reasoning_gym`: the dataset's own scorer. `overlong`: DAPO's soft
     penalty (arXiv 2503.14476): 0 while at least `buffer` tokens of the token budget are left, then linear to -1.
     `length`: minus the share of the token budget that the response takes. `http`: a POST to `url`. `function`: a
     function of yours that returns a number. It gets those of these arguments that its signature names: prompt=,
     response=, answer=, metadata= (the row's other columns), num_tokens= (of the response), max_tokens= (the token
-    budget), finish= ("stop", or "length" if the budget was reached) and source= (the label of the row's source)."""
+    budget), finish= ("stop", or "length" if the budget was reached), source= (the label of the row's source) and turns=
+    (a list of {"role": "policy" or "environment", "text"}). `judge`: a model gives a score, see docs/DATA.md."""
     pattern: str = ""
-    """Regular expression (`regex`)."""
+    """Regular expression (`regex`, `judge`). In a judge's reply the first group of the last match is the score; empty:
+    the number after `Score:`."""
     url: str = ""
-    """Endpoint (`http`) that receives {prompt, response, answer, metadata, num_tokens, max_tokens, finish, source} and
-    returns {"reward": number}."""
+    """Endpoint (`http`) that receives {prompt, response, answer, metadata, num_tokens, max_tokens, finish, source,
+    turns} and returns {"reward": number}; or base of an API like that of OpenAI (`judge`): http://127.0.0.1:8000/v1."""
     name: str = ""
-    """FILE.py:function, or module:function (`function`). A file may import the modules beside it, at its top."""
+    """FILE.py:function, or module:function (`function`). A file may import the modules beside it, at its top. Or the
+    model at `url` (`judge`)."""
+    template: str = ""
+    """What a `judge` is asked; {prompt}, {response}, {turns}, {answer}, {source} and {column} of the row stand for
+    these. Empty: to compare response and answer (docs/DATA.md)."""
+    max_score: Annotated[float, Field(gt=0.0)] = 1.0
+    """Highest score of a `judge`. The reward is the score divided by it; a score below 0 or above it is a failure."""
+    options: dict[str, Any] = Field(default={})
+    """Further fields of each request to a `judge`, such as { temperature = 0.0, max_tokens = 1024 }."""
+    api_key_variable: str = "DORA_JUDGE_API_KEY"
+    """Environment variable with the key of a `judge`, or, with _FILE appended, with the path of a file that has it. If
+    neither is set, no key is sent."""
+    concurrency: Positive = 64
+    """Maximum number of requests to a `judge` at a time."""
+    timeout_s: Seconds = 120.0
+    """Time limit of one request to a `judge`. A request that fails is repeated up to 4 times."""
     buffer: Annotated[int, Field(ge=0)] = 0
     """Number of tokens at the end of the token budget over which `overlong` falls to -1."""
     sources: tuple[str, ...] = ()

@@ -24,7 +24,22 @@ def term_problems(
             yield (
                 f"{field}.{index}.buffer: {term.buffer} tokens; overlong needs 1 to {budget} (rollout.max_new_tokens)"
             )
+        yield from _judge_problems(f"{field}.{index}", term)
     for name, label in labels.items():
         if terms and not any(term.applies_to(label) for term in terms):
             what = f"the label '{label}'" if label else "no label"
             yield f"{name}: it has {what}, and no term of {field} scores its answers; add the label to a term's sources"
+
+
+def _judge_problems(field: str, term: RewardConfig) -> Iterator[str]:
+    if term.kind != "judge":
+        return
+    if not term.url.startswith(("http://", "https://")):
+        yield f"{field}.url: {term.url!r} is not the http:// or https:// address of a judge's API"
+    if not term.name:
+        yield f"{field}.name: a judge needs the name of its model"
+    if term.template and not any(name in term.template for name in ("{response}", "{turns}")):
+        yield f"{field}.template: it has neither {{response}} nor {{turns}}, so that the judge would not see the answer"
+    for key in ("messages", "model", "stream", "n"):
+        if key in term.options:
+            yield f"{field}.options: {key} is not for you to set; remove it"

@@ -262,13 +262,22 @@ class GradeAnswer:
             max_tokens=self.max_new_tokens,
             finish="length" if record.truncated else "stop",
             source=prompt.label,
+            turns=self._turns(record) if len(record.observed) > bool(own) else (),
         )
         pool = self.graders.of(trajectory)
         outcome = await pool.grade(request) if pool is not None else Graded(0.0)  # added to the rewards of its turns
         if isinstance(outcome, Graded):
             record.reward, record.terms = sum(record.turn_rewards, outcome.reward), outcome.terms
-            return ev.TrajectoryGraded(self.now(), trajectory, order.attempt, outcome.reward)
-        return ev.TrajectoryGraded(self.now(), trajectory, order.attempt, None, outcome.reason)
+            record.verdicts = outcome.verdicts
+            return ev.TrajectoryGraded(self.now(), trajectory, order.attempt, outcome.reward, judged=outcome.judged)
+        return ev.TrajectoryGraded(self.now(), trajectory, order.attempt, None, outcome.reason, judged=outcome.judged)
+
+    def _turns(self, record: TrajectoryRecord) -> list[dict[str, str]]:
+        return [
+            {"role": role, "text": self.tokenizer.decode(record.tokens[start:end].tolist())}
+            for role, start, end in record.parts()
+            if start >= record.prompt_end
+        ]
 
 
 @dataclass(frozen=True)

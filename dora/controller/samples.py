@@ -194,19 +194,16 @@ class Samples:
             outcome=outcome,
             answer=record.prompt.answer,
             terms=record.terms,
+            verdicts=record.verdicts,
             pieces=tuple(map(self._piece, record.tokens)),
             parts=tuple(self._parts(record)) if self._renderer is not None else (),
         )
 
     def _parts(self, record: TrajectoryRecord) -> Iterator[KeptPart]:
         """Yield the turns and observations of an episode in order."""
-        at, end = 0, len(record.tokens)
-        for start, after in [*record.observed, (end, end)]:
-            if at < start:
-                yield KeptPart("policy", self._text(record, at, start), start, self._calls(record, at, start))
-            if start < after:
-                yield KeptPart("environment", self._text(record, start, after), after)
-            at = after
+        for role, start, end in record.parts():
+            calls = self._calls(record, start, end) if role == "policy" else ()
+            yield KeptPart(role, self._text(record, start, end), end, calls)
 
     def _text(self, record: TrajectoryRecord, start: int, end: int) -> str:
         return self._tokenizer.decode(record.tokens[start:end].tolist(), special_tokens=True)

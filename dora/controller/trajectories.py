@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Literal, Protocol
 
 from dora.core.ids import GroupId, StepId, TrajectoryId, Truncation
 from dora.journal.rows import EpisodeRow, Fork, repeated, row_ids, rows_of
@@ -53,6 +53,7 @@ class TrajectoryRecord:
         "truncated",
         "turn_rewards",
         "turn_tokens",
+        "verdicts",
     )
 
     def __init__(self, prompt: Prompt) -> None:
@@ -68,6 +69,7 @@ class TrajectoryRecord:
         self.turn_tokens = 0  #: limit of the present turn; 0: that of the answer
         self.reward: float | None = None
         self.terms: tuple[tuple[str, float], ...] = ()  #: of the reward, by name, if this controller ordered it
+        self.verdicts: tuple[tuple[str, str], ...] = ()  #: of judges: name of the term, and what it said
         self.truncated: Truncation = ""
 
     @property
@@ -79,6 +81,16 @@ class TrajectoryRecord:
     def prompt_end(self) -> int:
         """Number of tokens of the answer that are a prompt of its own; 0 if it has that of its group."""
         return self.observed[0][1] if self.observed and not self.observed[0][0] else 0
+
+    def parts(self) -> Iterator[tuple[Literal["policy", "environment"], int, int]]:
+        """Yield the turns and observations of the answer in order: whose it is, and its start and end."""
+        at, end = 0, len(self.tokens)
+        for start, after in [*self.observed, (end, end)]:
+            if at < start:
+                yield "policy", at, start
+            if start < after:
+                yield "environment", start, after
+            at = after
 
     def loss_mask(self) -> array[int]:
         """Return 1 for each sampled token and 0 for each of an observation."""

@@ -189,6 +189,14 @@ class CallFinished(Event, frozen=True):
     fork: ForkCause = ""  #: why its observation began a new row
 
 
+class JudgeUse(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """What the models that judged an answer were asked, and how much they read and wrote, as they reported."""
+
+    requests: int  #: repeated ones included
+    prompt_tokens: int
+    sampled_tokens: int
+
+
 class TrajectoryGraded(Event, frozen=True):
     """The answer's reward, or None if grading failed (which is not reward 0)."""
 
@@ -196,6 +204,7 @@ class TrajectoryGraded(Event, frozen=True):
     attempt: int
     reward: float | None
     reason: str = ""  #: why grading failed
+    judged: JudgeUse | None = None  #: None: no model judged it
 
 
 # -- training -----------------------------------------------------------------------------------------------------

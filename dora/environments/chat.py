@@ -97,7 +97,7 @@ class ChatRequest:
     left_aside: tuple[str, ...]  # settings without effect
     max_tokens: int = 0  # of the turn; 0: any number
     wants_ids: bool = False  # of the tokens that are sampled
-    is_of_messages: bool = False  # of Anthropic's API
+    dialect: Literal["chat", "messages", "responses"] = "chat"
 
 
 def read_request(body: bytes) -> ChatRequest:

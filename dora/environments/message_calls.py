@@ -55,7 +55,7 @@ def read_messages(body: bytes) -> ChatRequest:
         left_aside=asked.left_aside(),
         max_tokens=asked.limit,
         wants_ids=bool(asked.return_token_ids),
-        is_of_messages=True,
+        dialect="messages",
     )
 
 

@@ -26,6 +26,7 @@ from aiohttp import web
 from dora.environments.api import Message, Turn
 from dora.environments.chat import ChatRefused, ChatRequest, Reply, Said, as_recorded, read_request, said
 from dora.environments.message_calls import MessageReply, read_messages
+from dora.environments.response_calls import ResponseReply, read_responses
 from dora.environments.token_calls import TokenReply, TokenRequest, read_continue, read_generate
 
 #: Seconds between signs of life while a reply is awaited.
@@ -56,7 +57,7 @@ class _AskedAndTold:
 
     body: bytes
     asked: Asked
-    reply: asyncio.Future[Reply | MessageReply | TokenReply]
+    reply: asyncio.Future[Reply | MessageReply | ResponseReply | TokenReply]
     was_written: bool = False
 
 
@@ -108,8 +109,10 @@ class Session:
         asked = exchange.asked
         if isinstance(asked, TokenRequest):
             exchange.reply.set_result(TokenReply(number, asked, turn))
-        elif asked.is_of_messages:
+        elif asked.dialect == "messages":
             exchange.reply.set_result(MessageReply(number, asked, turn, told.returned))
+        elif asked.dialect == "responses":
+            exchange.reply.set_result(ResponseReply(number, asked, turn, told.returned))
         else:
             exchange.reply.set_result(Reply(number, asked.model, turn, told.returned, has_ids=asked.wants_ids))
 
@@ -256,6 +259,7 @@ class SessionServer:
         app = web.Application(client_max_size=MAX_BYTES, middlewares=[_refusals])
         app.router.add_post("/sessions/{number}/v1/chat/completions", self._chat)
         app.router.add_post("/sessions/{number}/v1/messages", self._message)
+        app.router.add_post("/sessions/{number}/v1/responses", self._respond)
         app.router.add_post("/sessions/{number}/v1/completions", self._complete)
         app.router.add_post("/sessions/{number}/inference/v1/generate", self._generate)
         app.router.add_get("/sessions/{number}/v1/models", self._models)
@@ -301,6 +305,9 @@ class SessionServer:
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
         return await self._session(request).reply_to(request, read_messages)
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        return await self._session(request).reply_to(request, read_responses)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         return await self._session(request).reply_to(request, read_continue)

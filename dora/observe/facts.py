@@ -13,6 +13,7 @@ from dora.core.ids import InstanceId
 from dora.errors import kind_of
 from dora.observe.drift import Alarm
 from dora.observe.durations import Durations
+from dora.observe.judges import JudgeRow
 from dora.observe.load import LoopLag, Rate
 from dora.observe.requests import RequestRow
 from dora.observe.scores import Score
@@ -63,6 +64,7 @@ class ShellFacts:
     durations: Durations = field(default_factory=Durations)
     scores: list[Score] = field(default_factory=list)  #: in the order of evaluation
     requests: deque[RequestRow] = field(default_factory=deque)  #: of users, oldest first
+    judges: JudgeRow = field(default_factory=JudgeRow)
     problems: list[str] = field(default_factory=list)  #: distinct ones, as they came up
     alarms: list[Alarm] = field(default_factory=list)  #: drift alarms, cleared ones included; the latest of each name
     urls: dict[InstanceId, str] = field(default_factory=dict)  #: of the instances that are up

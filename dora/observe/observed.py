@@ -24,6 +24,7 @@ from dora.observe.durations import Durations
 from dora.observe.episodes import EpisodeStats, TimedEpisodes
 from dora.observe.facts import ShellFacts
 from dora.observe.figures import Figure, figures
+from dora.observe.judges import JudgeRow
 from dora.observe.lanes import Lanes
 from dora.observe.load import SlotUse
 from dora.observe.requests import RequestLog
@@ -95,6 +96,7 @@ class Folded:
     durations: Durations = field(default_factory=Durations)
     episodes: TimedEpisodes = field(default_factory=TimedEpisodes)
     requests: RequestLog = field(default_factory=RequestLog)
+    judges: JudgeRow = field(default_factory=JudgeRow)
     trained: list[StepFacts] = field(default_factory=list)  #: of a replay: every step, once
 
     @classmethod
@@ -118,6 +120,7 @@ class Folded:
         self.steps.apply(state, event, commands)
         self.slots.apply(state, event)
         self.durations.note(event, commands)
+        self.judges.note(event)
         self.episodes.apply(event, commands, group_size=state.settings.group_size)
         self.requests.note(event, commands, newest=state.window.newest)
 
@@ -157,6 +160,7 @@ class Observed:
         self._cpu_s = cpu_s
         facts.durations = folded.durations
         facts.requests = folded.requests.rows
+        facts.judges = folded.judges
         facts.starting = {*state.instances}
         for step in folded.trained:
             facts.note_step(step)

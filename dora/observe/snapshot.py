@@ -30,6 +30,7 @@ from dora.observe.durations import DurationHistogram
 from dora.observe.episodes import EnvironmentRow
 from dora.observe.facts import ShellFacts
 from dora.observe.figures import Figure, Metric
+from dora.observe.judges import JudgeRow
 from dora.observe.requests import RequestRow
 from dora.observe.scores import Score
 from dora.observe.sentence import ENDED, duration, sentence
@@ -241,6 +242,7 @@ class Snapshot:
     trained_tokens_per_s: float  #: over the last steps
     counts: Counts
     environment: EnvironmentRow | None  #: None without one
+    judges: JudgeRow | None = None  #: None without one, or before its first answer
     requests: tuple[RequestRow, ...] = ()  #: the latest of users, oldest first
     down: tuple[str, ...]  #: servers that are down, what is done about it, and why: the first MAX_DOWN, and a count
     problems: tuple[str, ...]  #: problems that do not stop the run, such as a failed reward; each once, oldest first
@@ -306,6 +308,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         trained_tokens_per_s=_trained_tokens_per_s(shell),
         counts=_counts(state),
         environment=_environment(state) if shell.has_environment else None,
+        judges=replace(shell.judges) if shell.judges.answers else None,
         requests=tuple(shell.requests),
         down=_down(state, shell),
         problems=tuple(shell.problems),

@@ -172,6 +172,8 @@ def _work(s: Snapshot) -> Iterator[Line]:
         calls = f"{s.environment.calling:,} under way" + (f"; {last.calls_text}" if last else "")
         yield _row("episodes", last.text if last is not None else "-", is_optional=True)
         yield _row("calls", calls, is_optional=True)
+    if s.judges is not None:
+        yield _row("judges", s.judges.text, is_optional=True)
 
 
 def _versions(s: Snapshot) -> Iterator[Line]:

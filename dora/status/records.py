@@ -34,6 +34,8 @@ MAX_PARTS_BYTES: Final = 8 << 20
 #: Number of calls of a turn that are shown.
 MAX_CALLS: Final = 20
 _KINDS: Final[tuple[Kind, ...]] = ("rank", "instance")
+#: Number of verdicts of judges that are shown.
+MAX_VERDICTS: Final = 10
 #: Types of the lists of a sample that have an element for each token.
 _LISTS: Final = {"tokens": list[int], "logprobs": list[float], "pieces": list[str], "trainer_logprobs": list[float]}
 #: Bytes at the end of the timeline in which there is a row of each kind.
@@ -83,6 +85,7 @@ class _Sample(msgspec.Struct):
     outcome: str = "trained"
     answer: str = ""
     terms: list[tuple[str, float]] = []
+    verdicts: list[tuple[str, str]] = []
     pieces: msgspec.Raw = _NONE
     parts: msgspec.Raw = _NONE
     trainer_logprobs: msgspec.Raw = _NONE
@@ -205,6 +208,7 @@ def _shown(line: bytes) -> bytes | None:
         sample.num_tokens = bytes(sample.tokens).count(b",") + (bytes(sample.tokens) != b"[]")
         for name in ("prompt", "text", "answer"):
             setattr(sample, name, _cut(getattr(sample, name)))
+        sample.verdicts = [(_cut(judge), _cut(text)) for judge, text in sample.verdicts[:MAX_VERDICTS]]
         for name, kind in _LISTS.items():
             setattr(sample, name, _first(getattr(sample, name), kind))
         if len(bytes(sample.parts)) <= MAX_PARTS_BYTES:

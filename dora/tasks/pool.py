@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dora.core.events import JudgeUse
 from dora.errors import ConfigError, ProtocolError, RunFailed, one_line
 from dora.tasks.child import GuardedProcess
+from dora.tasks.judge import Judge
 from dora.tasks.rewards import LARGEST_REWARD, GradeRequest, term_name
 
 if TYPE_CHECKING:
@@ -45,6 +48,8 @@ class Graded:
 
     reward: float  # finite, also in 32 bits
     terms: tuple[tuple[str, float], ...] = ()  # (name, weighted reward) of each term
+    verdicts: tuple[tuple[str, str], ...] = ()  # (name of a judge's term, what it said)
+    judged: JudgeUse | None = None  # None: without a judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +59,14 @@ class GradingFailed:
     #: `timeout`, `not finite: <the sum>`, `memory: <whose, and the limit>`, `crashed: <how it ended>` or `error: <what
     #: the reward raised>`.
     reason: str
+    judged: JudgeUse | None = None
 
 
 class GraderPool:
     """`graders` processes with the same `rewards`; errors name their config key `field`.
 
-    Entering the pool starts one process, so that a reward that cannot be built is a `ConfigError` before anything else
-    starts. The others start on first use.
+    Entering the pool starts one process and reaches the judges, so that a reward that cannot be built is a
+    `ConfigError` before anything else starts. The other processes start on first use.
     """
 
     def __init__(
@@ -72,15 +78,24 @@ class GraderPool:
             "timeout_s": timeout_s,
             "memory_mb": memory_mb,
         }
-        named = ", ".join(term_name(reward, field=f"{field}.{index}") for index, reward in enumerate(rewards))
-        self._graders = [_Grader(setup, rewards=named, timeout_s=timeout_s) for _ in range(graders)]
+        self._rewards = rewards
+        self._names = [term_name(reward, field=f"{field}.{index}") for index, reward in enumerate(rewards)]
+        self._judges = {
+            index: Judge(reward, field=f"{field}.{index}")
+            for index, reward in enumerate(rewards)
+            if reward.kind == "judge"
+        }
+        self._entered = AsyncExitStack()
+        self._graders = [_Grader(setup, rewards=", ".join(self._names), timeout_s=timeout_s) for _ in range(graders)]
         self._idle: asyncio.LifoQueue[_Grader] = asyncio.LifoQueue()  # the last used, warm grader is taken first
 
     async def __aenter__(self) -> GraderPool:
         try:
             await self._graders[0].start()
+            for judge in self._judges.values():
+                await self._entered.enter_async_context(judge)
         except BaseException:
-            await self._graders[0].process.kill()
+            await self._close()
             raise
         for grader in reversed(self._graders):
             self._idle.put_nowait(grader)
@@ -89,10 +104,29 @@ class GraderPool:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self._close()
+
+    async def _close(self) -> None:
+        await self._entered.aclose()
         await asyncio.gather(*(grader.process.kill() for grader in self._graders))
 
     async def grade(self, request: GradeRequest) -> Graded | GradingFailed:
         """Judge one answer; raise `RunFailed` or `ConfigError` only if a dead grader cannot be replaced."""
+        asked = [index for index in self._judges if self._rewards[index].applies_to(request.source)]
+        if not asked:
+            return await self._grade(request)
+        verdicts = dict(zip(asked, await asyncio.gather(*(self._judges[i].ask(request) for i in asked)), strict=True))
+        judged = _sum([verdict.use for verdict in verdicts.values()])
+        for index, verdict in verdicts.items():
+            if verdict.failed:
+                return GradingFailed(one_line(f"error: {self._names[index]}: {verdict.failed}"), judged)
+        texts = [verdicts[i].text if i in verdicts else "" for i in range(len(self._rewards))]
+        outcome = replace(await self._grade(replace(request, verdicts=texts)), judged=judged)
+        if isinstance(outcome, GradingFailed):
+            return outcome
+        return replace(outcome, verdicts=tuple((self._rewards[i].name, v.text) for i, v in verdicts.items()))
+
+    async def _grade(self, request: GradeRequest) -> Graded | GradingFailed:
         try:
             body = msgspec.msgpack.encode(asdict(request))
         except (TypeError, ValueError, OverflowError, RecursionError) as err:  # metadata that msgpack cannot hold
@@ -102,6 +136,14 @@ class GraderPool:
             return await grader.grade(body)
         finally:
             self._idle.put_nowait(grader)
+
+
+def _sum(uses: Sequence[JudgeUse]) -> JudgeUse:
+    return JudgeUse(
+        sum(use.requests for use in uses),
+        sum(use.prompt_tokens for use in uses),
+        sum(use.sampled_tokens for use in uses),
+    )
 
 
 class _Grader:

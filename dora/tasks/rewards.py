@@ -20,7 +20,7 @@ import math
 import re
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 #: Largest size of a reward: the trainer receives 32 bits.
 LARGEST_REWARD: Final = 3.4028234663852886e38
+#: Where the score is in the text of a judge.
+SCORE: Final = r"(?i)\bscore:\s*\**\s*([-+]?\d+(?:\.\d+)?)"
 #: Size limit of an endpoint's answer, which is one number.
 _MAX_HTTP_ANSWER_BYTES = 1 << 20
 
@@ -49,6 +51,17 @@ class GradeRequest:
     max_tokens: int = 1  # token budget of a response
     finish: Literal["stop", "length"] = "stop"  # length: the response reached its budget
     source: str = ""  # label of the prompt's source
+    turns: Sequence[Mapping[str, str]] = ()  # {"role": "policy" or "environment", "text": ...}, as in the response
+    verdicts: Sequence[str] = ()  # of judges, one for each term, "" for other terms; not for functions of the user
+
+    def __post_init__(self) -> None:
+        if not self.turns:
+            object.__setattr__(self, "turns", ({"role": "policy", "text": self.response},))
+
+
+def given(request: GradeRequest) -> dict[str, Any]:
+    """Return what code of the user gets of a request."""
+    return {each.name: getattr(request, each.name) for each in fields(request) if each.name != "verdicts"}
 
 
 Scorer = Callable[[GradeRequest], float]
@@ -76,7 +89,7 @@ def build_scorer(
     if not rewards:
         raise ConfigError(f"{field}: at least one reward is needed")
     terms = [
-        (reward, _named(reward, field=f"{field}.{index}", http_timeout_s=http_timeout_s))
+        (reward, _named(reward, index=index, field=f"{field}.{index}", http_timeout_s=http_timeout_s))
         for index, reward in enumerate(rewards)
     ]
 
@@ -92,9 +105,9 @@ def term_name(reward: RewardConfig, *, field: str) -> str:
     return f"{field} ({' '.join(word for word in (reward.kind, reward.name or reward.url) if word)})"
 
 
-def _named(reward: RewardConfig, *, field: str, http_timeout_s: float) -> Scorer:
+def _named(reward: RewardConfig, *, index: int, field: str, http_timeout_s: float) -> Scorer:
     """Return a term whose exceptions name it."""
-    term = _build_term(reward, field=field, http_timeout_s=http_timeout_s)
+    term = _build_term(reward, index=index, field=field, http_timeout_s=http_timeout_s)
     name = term_name(reward, field=field)
 
     def score(request: GradeRequest) -> float:
@@ -109,7 +122,7 @@ def _named(reward: RewardConfig, *, field: str, http_timeout_s: float) -> Scorer
     return score
 
 
-def _build_term(reward: RewardConfig, *, field: str, http_timeout_s: float) -> Scorer:
+def _build_term(reward: RewardConfig, *, index: int, field: str, http_timeout_s: float) -> Scorer:
     match reward.kind:
         case "exact":
             return score_exact
@@ -128,6 +141,8 @@ def _build_term(reward: RewardConfig, *, field: str, http_timeout_s: float) -> S
             return _build_http(reward.url, field=field, timeout_s=http_timeout_s)
         case "function":
             return _build_function(reward.name, field=f"{field}.name")
+        case "judge":
+            return _build_judge(reward, index=index, field=field)
 
 
 def score_exact(request: GradeRequest) -> float:
@@ -146,13 +161,18 @@ def score_length(request: GradeRequest) -> float:
     return -request.num_tokens / request.max_tokens
 
 
-def _build_regex(pattern: str, *, field: str) -> Scorer:
+def _compile(pattern: str, *, field: str) -> re.Pattern[str]:
     try:
         compiled = re.compile(pattern)
     except re.error as err:
         raise ConfigError(f"{field}.pattern: {pattern!r} is not a regular expression ({err})") from err
     if not compiled.groups:
-        raise ConfigError(f"{field}.pattern: {pattern!r} has no group; put the part to be compared in parentheses")
+        raise ConfigError(f"{field}.pattern: {pattern!r} has no group; put the part that counts in parentheses")
+    return compiled
+
+
+def _build_regex(pattern: str, *, field: str) -> Scorer:
+    compiled = _compile(pattern, field=field)
 
     def score_regex(request: GradeRequest) -> float:
         found = compiled.search(request.response)
@@ -193,7 +213,7 @@ def _build_http(url: str, *, field: str, timeout_s: float) -> Scorer:
         raise ConfigError(f"{field}.url: {url!r} is not an http:// or https:// address")
 
     def score_http(request: GradeRequest) -> float:
-        body = json.dumps(asdict(request)).encode()
+        body = json.dumps(given(request)).encode()
         call = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
         with urllib.request.urlopen(call, timeout=timeout_s) as reply:
             answer = json.loads(reply.read(_MAX_HTTP_ANSWER_BYTES))
@@ -204,11 +224,30 @@ def _build_http(url: str, *, field: str, timeout_s: float) -> Scorer:
     return score_http
 
 
+def _build_judge(reward: RewardConfig, *, index: int, field: str) -> Scorer:
+    """Return a scorer that reads the score in what a judge said of the answer (judge.py)."""
+    compiled = _compile(reward.pattern or SCORE, field=field)
+
+    def score_judge(request: GradeRequest) -> float:
+        said = request.verdicts[index]
+        score = None
+        for score in compiled.finditer(said):  # noqa: B007  the last one counts: judges reason first
+            pass
+        if score is None:
+            raise ValueError(f"no score in {said[-200:]!r}")
+        value = float(score[1] or "nan")
+        if not 0.0 <= value <= reward.max_score:
+            raise ValueError(f"the score {value:g} is not from 0 to {reward.max_score:g}")
+        return value / reward.max_score
+
+    return score_judge
+
+
 def _build_function(spec: str, *, field: str) -> Scorer:
     """Return a scorer that calls the function with the fields of the request that its signature names (`**name`:
     all)."""
     function = load_function(spec, field=field)
-    known = [each.name for each in fields(GradeRequest)]
+    known = [*given(GradeRequest("", ""))]
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
     passed = known if takes_all else [each.name for each in parameters if each.name in known]

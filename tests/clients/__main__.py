@@ -44,6 +44,8 @@ class Client:
 CLIENTS: Final = (
     Client("openai-2", "openai==2.54.0", "openai_agent.py"),
     Client("openai-3", "openai>=3.50,<4", "openai_agent.py"),
+    Client("anthropic", "anthropic==2.14.0", "anthropic_agent.py"),
+    Client("openai-agents", "openai-agents==0.24.0", "agents_agent.py"),
     Client("smolagents", "smolagents[openai]==1.26.0", "smolagents_agent.py"),
     Client("mini-swe-agent", "mini-swe-agent==2.4.6", "mini_agent.py"),
 )

@@ -185,7 +185,7 @@ def test_a_wrong_type_names_the_given_value_and_the_expected_type(override: str,
     ("override", "meant"),
     [
         ("engine.kind=SGLang", "got \"SGLang\", expected 'embedded' or 'sglang'; did you mean \"sglang\"?"),
-        ("task.rewards.0.kind=mth", "'http' or 'function'; did you mean \"math\"?"),
+        ("task.rewards.0.kind=mth", "'function' or 'judge'; did you mean \"math\"?"),
         ("objective.loss.kind=gsop", ", 'FILE.py:function'; did you mean \"gspo\"?"),
         ("engine.kind=vllm", "got \"vllm\", expected 'embedded' or 'sglang'"),
         ("rollout.strategy=7", "'partial_sync' or 'oversample'"),

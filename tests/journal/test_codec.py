@@ -41,6 +41,7 @@ EVENTS: list[ev.AnyEvent] = [
     ev.CallFinished(1.0, TRAJECTORY, 3, 80, True, "", 0.5, True),
     ev.CallFinished(1.0, TRAJECTORY, 3, 80, fork="branched"),
     ev.TrajectoryGraded(1.0, TRAJECTORY, 3, None, "killed"),
+    ev.TrajectoryGraded(1.0, TRAJECTORY, 3, 0.5, judged=ev.JudgeUse(2, 900, 80)),
     ev.TrainerReady(1.0, 2),
     ev.TrainerLost(1.0, 1, "killed"),
     ev.MicroBatchTrained(1.0, 2, 0),

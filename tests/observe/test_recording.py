@@ -50,6 +50,7 @@ IN_ROWS = r"at|(.*\.)?duration_s|eta_s|trained_tokens_per_s|tokens_per_s|.*idle_
 
 #: What snapshots have said since the recordings were taken, with its value in all of them.
 ADDED = [
+    b'"judges":null,',
     b'"requests":[],',
     b',"trainer_losses":0',
     b',"unload":' + msgspec.json.encode(DurationHistogram()),

@@ -17,6 +17,7 @@ from dora.observe import activities, drift, observed, scores
 from dora.observe.episodes import EnvironmentRow, EpisodeStats
 from dora.observe.facts import ShellFacts
 from dora.observe.figures import Figure, figures
+from dora.observe.judges import JudgeRow
 from dora.observe.snapshot import snapshot
 from dora.status import metrics
 from dora.trackers.rows import GROUPS
@@ -244,7 +245,12 @@ def _families() -> dict[str, tuple[str, str]]:
     """Return type and meaning of everything that /metrics may have, by its name without `dora_`."""
     present = snapshot(State(settings()), ShellFacts(run_id="", strategy=""))
     keys = [*WHOLE, *PROBED, *(f"all/{name}" for name in (*LAGGED, *MEASURED))]
-    whole = replace(present, environment=EnvironmentRow(calling=0, failed={}), trainer_metrics=dict.fromkeys(keys, 0.0))
+    whole = replace(
+        present,
+        environment=EnvironmentRow(calling=0, failed={}),
+        judges=JudgeRow(),
+        trainer_metrics=dict.fromkeys(keys, 0.0),
+    )
     found = re.findall(r"# HELP dora_(\w+) (.+)\n# TYPE \w+ (\w+)", metrics.render(whole))
     return {name: (kind, text) for name, text, kind in found}
 

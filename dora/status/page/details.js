@@ -35,6 +35,12 @@ function episodes(s) {
   };
 }
 
+function judges(s) {
+  const j = s.judges;
+  if (!j) return {};
+  return { "judged by models": `${plural(j.answers, "answer")}, ${count(j.failed)} of them not graded; ${plural(j.requests, "request")}, ${count(j.prompt_tokens)} tokens read and ${count(j.sampled_tokens)} written` };
+}
+
 function figures(s) {
   return {
     "run": `${s.run_id}, ${s.phase}${s.reason ? `: ${s.reason}` : ""}`,
@@ -48,6 +54,7 @@ function figures(s) {
     "evaluations skipped": s.evaluations_skipped.length ? `of versions ${s.evaluations_skipped.join(", ")}: newer ones were due before their turn` : "none",
     "moves": `${count(s.counts.migrations)} answers moved, ${count(s.counts.recovered)} recovered after a loss, ${count(s.counts.late_completions)} late completions ignored`,
     ...episodes(s),
+    ...judges(s),
     "drift alarms": s.alarms.length ? s.alarms.map((a) => element("div", { class: a.cleared === null ? "wrong" : "" }, alarmText(a))) : "none",
     "problems": s.down.length + s.problems.length ? [...s.down, ...s.problems].map((text) => element("div", {}, text)) : "none",
     "controller's delay": `median ${number(1000 * s.lag_p50_s)} ms, p99 ${number(1000 * s.lag_p99_s)} ms, longest ${number(1000 * s.lag_max_s)} ms`,

@@ -24,7 +24,7 @@ function sampleNode(k) {
   const cut = k.truncated ? `cut off (${k.truncated})` : "";
   return element("article", { class: "sample" },
     element("div", { class: "what" }, chip(k.version), element("strong", {}, reward), element("span", {}, termsText(k)), element("span", {}, outcomeText(k)), element("span", { class: "quiet" }, [plural(k.num_tokens ?? k.tokens.length, "token"), cut].filter(Boolean).join(", "))),
-    element("dl", {}, ...field("Prompt", k.prompt), ...answer, ...(k.answer ? field("Reference", k.answer) : [])),
+    element("dl", {}, ...field("Prompt", k.prompt), ...answer, ...(k.answer ? field("Reference", k.answer) : []), ...(k.verdicts ?? []).flatMap(([judge, text]) => field(`Judge ${judge}`, text))),
     ...[logprobs(k)].filter(Boolean),
   );
 }
