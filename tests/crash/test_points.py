@@ -1,4 +1,4 @@
-"""Crash points, 930 over 21 kinds of run: each is resumed to its end and passes the checker.
+"""Crash points, 970 over 22 kinds of run: each is resumed to its end and passes the checker.
 
 The long profile is `python -m tests.crash --points 100000 --seed N`; it prints a command that replays a failure.
 """

@@ -260,6 +260,7 @@ def test_what_cannot_be_simulated_is_refused_by_name(tmp_path: Path) -> None:
     for changes, says in (
         (("eval.sets=[]",), "eval.sets: a curve needs a held-out set"),
         (('environment.name="mine:Env"',), "environment.name: only single answers are simulated"),
+        (("task.revisit_share=0.5",), "task.revisit_share: simulations pass over no rows"),
     ):
         with pytest.raises(ConfigError, match=says):
             prepared(workload(), *changes)

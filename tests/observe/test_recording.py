@@ -52,6 +52,7 @@ IN_ROWS = r"at|(.*\.)?duration_s|eta_s|trained_tokens_per_s|tokens_per_s|.*idle_
 ADDED = [
     b'"requests":[],',
     b',"trainer_losses":0',
+    b',"rows_passed":null',
     b',"unload":' + msgspec.json.encode(DurationHistogram()),
 ]
 #: What rows have said since then.
