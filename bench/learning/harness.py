@@ -66,14 +66,18 @@ class Rollout:
     def groups(self, positions: Sequence[int], *, version: int) -> list[Group]:
         """Sample the groups of the prompts at these positions of the stream."""
         size, seed = self._config.rollout.group_size, self._config.run.seed
-        prompts = [self.inputs.stream.at(position) for position in positions]
+        prompts = [self.prompt(position) for position in positions]
         requests = [
-            AnswerRequest(cast(Prompt, prompt), derive_seed(seed, "sample", position, sibling))
+            AnswerRequest(prompt, derive_seed(seed, "sample", position, sibling))
             for position, prompt in zip(positions, prompts, strict=True)
             for sibling in range(size)
         ]
         answers = self._sampler.answer(requests, temperature=self._config.rollout.temperature)
         return [Group(version, answers[start : start + size]) for start in range(0, len(answers), size)]
+
+    def prompt(self, position: int) -> Prompt:
+        """Return the prompt at a position of the stream, which is endless."""
+        return cast(Prompt, self.inputs.stream.at(position))
 
     def heldout(self) -> float:
         """Return the mean reward of all held-out prompts."""

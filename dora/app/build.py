@@ -271,7 +271,7 @@ def _effects(
         cmd.PushWeights: push,
         **unload,
         cmd.DismissInstance: Dismiss(fleet, now),
-        cmd.FetchPrompts: Fetch(inputs.stream, trajectories, now),
+        cmd.FetchPrompts: Fetch(inputs.stream, opened.folded.visits, trajectories, now),
     }
 
 

@@ -91,6 +91,8 @@ def configured(path: Path, workload: Workload, overrides: Sequence[str] = (), *,
     config = load(path, [*overrides, *chosen], environ=os.environ)
     if config.environment.name:
         raise ConfigError(f"{path}: environment.name: only single answers are simulated")
+    if config.task.revisit_share < 1:
+        raise ConfigError(f"{path}: task.revisit_share: simulations pass over no rows; leave it at 1")
     if not config.eval.sets:
         raise ConfigError(f"{path}: eval.sets: a curve needs a held-out set")
     if workload.tools.max_turns > 1:

@@ -238,7 +238,9 @@ class Opened:
                 f"model.path: {job.inputs.model} is not the model that the run began with{also}; restore it"
             )
         resuming.require_same_held_out(recorded, job.inputs.evaluations)
-        counts = resuming.restore(self.folder, job.state, trajectories=self.trajectories, inputs=job.inputs)
+        counts = resuming.restore(
+            self.folder, job.state, trajectories=self.trajectories, inputs=job.inputs, visits=self.folded.visits
+        )
         self.missing = resuming.recover_versions(store, recorded, tell=self.tell)
         start = resuming.choose_start(self.folder, recorded, missing=self.missing, tell=self.tell)
         resuming.require_same_history(recorded, start, settings=lineage_settings(job.config), config=job.config)
@@ -425,7 +427,12 @@ class Opened:
             lineage=self.lineage,
             tell=self.tell,
             recall=lambda step: resuming.recall(
-                self.folder, job.state, step, trajectories=self.trajectories, inputs=job.inputs
+                self.folder,
+                job.state,
+                step,
+                trajectories=self.trajectories,
+                inputs=job.inputs,
+                visits=self.folded.visits,
             ),
         )
 

@@ -36,6 +36,7 @@ from dora.journal.replay import replay
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import TokenStore, read_tokens
 from dora.observe.observed import Folded
+from dora.observe.visits import Visits
 from dora.tasks.prompts import Prompt
 from dora.weights import checkpoints
 from dora.weights.store import StoreError, VersionStore
@@ -178,6 +179,9 @@ def accept(recorded: Recorded, config: Config, settings: Settings, *, is_accepte
         keys = _keys_that_change(_decisions, before, config) or ["eval.sets"]
         raise ConfigError(f"--resume: {', '.join(keys)} cannot change within a run; start a new one for that")
     found = changes(before, config)
+    kept = {"task.revisit_share"} | ({"run.seed"} if before.task.revisit_share < 1 else set())
+    if kept_changes := [str(change) for change in found if change.key in kept]:
+        raise ConfigError(f"--resume: {kept_changes[0]}: cannot change within a run; start a new one for that")
     if _format(before) != _format(config):
         raise ConfigError(
             *(
@@ -234,7 +238,9 @@ def require_same_held_out(recorded: Recorded, evaluations: Evaluations) -> None:
 # -- tokens and prompts -----------------------------------------------------------------------------------------------
 
 
-def restore(folder: RunFolder, state: State, *, trajectories: Trajectories, inputs: Inputs) -> dict[TrajectoryId, int]:
+def restore(
+    folder: RunFolder, state: State, *, trajectories: Trajectories, inputs: Inputs, visits: Visits
+) -> dict[TrajectoryId, int]:
     """Fill `trajectories` with the trajectories in flight and the trajectories that the trainer may need again.
 
     Returns the token counts of trajectories in flight. RunFailed if tokens or prompts differ from the journal.
@@ -247,7 +253,7 @@ def restore(folder: RunFolder, state: State, *, trajectories: Trajectories, inpu
         if id >= 0:
             group = GroupId(id // state.settings.group_size)
             if group not in trajectories.prompts:
-                trajectories.prompts[group] = _read_prompt(folder, group, stored, inputs)
+                trajectories.prompts[group] = _read_prompt(folder, group, stored, inputs, visits)
             trajectories.open(id, trajectories.prompts[group])
         else:
             eval_set, place = inputs.evaluations.locate(id)
@@ -256,7 +262,9 @@ def restore(folder: RunFolder, state: State, *, trajectories: Trajectories, inpu
     return {id: len(trajectories.records[id].tokens) for id in state.trajectories}
 
 
-async def recall(folder: RunFolder, state: State, step: StepId, *, trajectories: Trajectories, inputs: Inputs) -> None:
+async def recall(
+    folder: RunFolder, state: State, step: StepId, *, trajectories: Trajectories, inputs: Inputs, visits: Visits
+) -> None:
     """Fill `trajectories` with what was forgotten of the steps from `step` on, which ranks that were started again
     train again. RunFailed if tokens or prompts differ from the journal."""
     steps = [(number, feed.groups) for number, feed in state.feed.steps.items() if number >= step]
@@ -265,7 +273,9 @@ async def recall(folder: RunFolder, state: State, step: StepId, *, trajectories:
     if not needed:
         return
     stored = await asyncio.to_thread(read_tokens, folder.tokens, wanted=needed)
-    prompts = await asyncio.to_thread(lambda: {id: _read_prompt(folder, id, stored, inputs) for id in forgotten})
+    prompts = await asyncio.to_thread(
+        lambda: {id: _read_prompt(folder, id, stored, inputs, visits) for id in forgotten}
+    )
     for id, (group, number) in forgotten.items():
         trajectories.recall(id, prompts[id], step=number)
         for trajectory in group.trajectories:
@@ -321,9 +331,10 @@ def _require_tokens(folder: RunFolder, state: State, trajectory: Trajectory, sto
         )
 
 
-def _read_prompt(folder: RunFolder, group: GroupId, stored: TokenStore, inputs: Inputs) -> Prompt:
+def _read_prompt(folder: RunFolder, group: GroupId, stored: TokenStore, inputs: Inputs, visits: Visits) -> Prompt:
     """Read a group's prompt again; RunFailed unless it is the same as when the group was admitted."""
-    prompt = inputs.stream.at(group)
+    key = visits.row_of(group)
+    prompt = inputs.stream.at(group) if key is None else inputs.stream.of_visit(group, key)
     known = stored.prompts.get(group)
     if known is None:
         raise RunFailed(f"{folder.tokens}: has no prompt of group {group}, which was admitted; the file is damaged")

@@ -292,6 +292,11 @@ def _source_problems(config: Config) -> Iterator[str]:
                 yield f"{field}.options: kind 'datasets' has none; use subset, split and revision"
         elif source.subset or source.revision:
             yield f"{field}: subset and revision are for kind 'datasets', not for '{source.kind}'; remove them"
+    if config.task.revisit_share < 1 and not config.rollout.filter_zero_variance:
+        yield (
+            "task.revisit_share: rollout.filter_zero_variance = false trains groups of equal rewards, so no row is "
+            "passed over for them; set one of the two back to its default"
+        )
 
 
 def _evaluation_problems(config: Config) -> Iterator[str]:

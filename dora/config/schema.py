@@ -410,6 +410,10 @@ class TaskConfig(Section):
     """Shuffle finite sources in every epoch, by the run's seed."""
     epochs: Annotated[int, Field(ge=0)] = 0
     """Number of passes over finite sources; 0: as many as the job needs. The prompts end when the first source does."""
+    revisit_share: Annotated[float, Field(ge=0.05, le=1)] = 1.0
+    """Share of visits at which a row is sampled again although the rewards of its last group were equal, so that there
+    was nothing to learn from it. At the other visits it is passed over. 1: no row is. Less than 1 needs finite sources
+    ([DATA.md](DATA.md#rows-that-teach-nothing)). It cannot change within a run."""
     max_prompt_tokens: Positive = 256
     """Maximum number of tokens in a prompt. A row over the limit keeps its position in the stream but is not used; if
     more than half of the first 1,000 rows are over it, that is an error."""

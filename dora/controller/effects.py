@@ -34,6 +34,7 @@ from dora.engine.errors import AdapterDisproved, RequestRefused, ServerGone
 from dora.engine.names import UNCONFIRMED, request_id
 from dora.errors import ConfigError, ProtocolError, RemoteError
 from dora.journal.rows import answer_bound
+from dora.observe.visits import Visits
 from dora.tasks.pool import Graded, GraderPool
 from dora.tasks.prompts import Prompt, PromptStream
 from dora.tasks.rewards import GradeRequest
@@ -387,24 +388,29 @@ class Fetch:
     """
 
     stream: PromptStream
+    visits: Visits
     trajectories: Trajectories
     now: Clock
 
     async def __call__(self, order: cmd.FetchPrompts) -> ev.Event:
-        prompts = await asyncio.to_thread(self._read, order.first, order.count)
+        prompts, visits = await asyncio.to_thread(self._read, order.first, order.count)
         for prompt in prompts:
             self.trajectories.prompts[GroupId(prompt.position)] = prompt
         lengths = tuple(len(p.tokens) for p in prompts)
-        return ev.PromptsArrived(self.now(), order.first, lengths, len(prompts) < order.count)
+        return ev.PromptsArrived(self.now(), order.first, lengths, len(prompts) < order.count, tuple(visits))
 
-    def _read(self, first: int, count: int) -> list[Prompt]:
-        found = []
+    def _read(self, first: int, count: int) -> tuple[list[Prompt], list[ev.Visit]]:
+        """Return the prompts and, if rows may be passed over, as many visits."""
+        found: list[Prompt] = []
+        if self.stream.passes_over:
+            visits = self.stream.visit(first, count=count, visits=self.visits)
+            return [self.stream.of_visit(first + i, (v.source, v.row)) for i, v in enumerate(visits)], visits
         for position in range(first, first + count):
             prompt = self.stream.at(position)
             if prompt is None:
                 break
             found.append(prompt)
-        return found
+        return found, []
 
 
 class WaveSink(Protocol):

@@ -118,12 +118,24 @@ class InstanceRemoved(Event, frozen=True):
 # -- trajectories -------------------------------------------------------------------------------------------------
 
 
+class Visit(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """The row of a prompt, and the rows that its source passed over to come to it."""
+
+    source: int
+    row: int
+    passed: tuple[int, ...] = ()
+
+
 class PromptsArrived(Event, frozen=True):
-    """The next prompts of the stream; `num_prompt_tokens[i]` belongs to group `first + i`."""
+    """The next prompts of the stream; `num_prompt_tokens[i]` belongs to group `first + i`.
+
+    Nothing is decided by `visits`. A group that was read again after a restart has its row, without those passed over.
+    """
 
     first: GroupId
     num_prompt_tokens: tuple[int, ...]
     dry: bool  #: these are the last prompts
+    visits: tuple[Visit, ...] = ()  #: of each prompt, if rows may be passed over (`task.revisit_share`)
 
 
 class GenerationFinished(Event, frozen=True):

@@ -6,6 +6,7 @@ commands and compared with the token store; and a replay recomputes every decisi
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -14,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from msgspec import structs
 
 from dora.core.excerpt import RUN, Entry, excerpt
@@ -21,9 +23,9 @@ from dora.core.ids import TrajectoryId
 from dora.core.invariants import check
 from dora.core.strategies import Settings
 from dora.errors import InvariantViolation, ProtocolError
-from dora.journal import audit_calls, audit_fleet, audit_ledger, audit_lineage
+from dora.journal import audit_calls, audit_fleet, audit_ledger, audit_lineage, audit_visits
 from dora.journal.audit_report import AuditReport, Violation, lengths_of
-from dora.journal.audit_tables import OUTCOMES, AuditTables, Finding
+from dora.journal.audit_tables import OUTCOMES, AuditedVisits, AuditTables, Finding
 from dora.journal.codec import Epoch
 from dora.journal.frames import JournalError
 from dora.journal.reader import Journal
@@ -40,7 +42,29 @@ _PASSES: Final = ("trainer.micro_batch_tokens: ", "trainer.ranks: ", "trainer.mi
 #: The rule of a violation that is damage to a file.
 DAMAGE: Final = "damage"
 
-_HANDLERS: Final = (audit_fleet.HANDLERS, audit_calls.HANDLERS, audit_ledger.HANDLERS, audit_lineage.HANDLERS)
+
+class _Run(msgspec.Struct, frozen=True):
+    seed: int = 0
+
+
+class _Prompts(msgspec.Struct, frozen=True):
+    revisit_share: float = 1.0
+
+
+class _Told(msgspec.Struct, frozen=True):
+    """What a configuration says about visits."""
+
+    run: _Run = _Run()
+    prompts: _Prompts = msgspec.field(default=_Prompts(), name="task")
+
+
+_HANDLERS: Final = (
+    audit_fleet.HANDLERS,
+    audit_calls.HANDLERS,
+    audit_ledger.HANDLERS,
+    audit_lineage.HANDLERS,
+    audit_visits.HANDLERS,
+)
 
 
 def audit(folder: RunFolder) -> AuditReport:
@@ -53,7 +77,7 @@ def audit(folder: RunFolder) -> AuditReport:
         counts = read_tokens(folder.tokens, wanted=()).counts
     except (JournalError, FileNotFoundError) as err:  # it is created before the journal
         damage.append(_damaged(folder.tokens, err))
-    report = audit_entries(_settings_of(journal), entries, token_counts=counts)
+    report = audit_entries(_settings_of(journal), entries, token_counts=counts, visits=_visits_of(journal))
     if entries.damage is not None:
         damage.insert(0, _damaged(folder.journal, entries.damage))
     return replace(
@@ -73,11 +97,25 @@ def _settings_of(journal: Journal) -> Settings:
     return journal.header.settings
 
 
+def _visits_of(journal: Journal) -> AuditedVisits | None:
+    """Return how rows are passed over, as the first configuration says; None if there is none."""
+    with suppress(JournalError, ProtocolError, ValueError, msgspec.ValidationError, RecursionError):  # found later
+        for record in journal.records():
+            if isinstance(record, Epoch) and record.config:
+                told = msgspec.convert(tomllib.loads(record.config), _Told)
+                return AuditedVisits(told.prompts.revisit_share, told.run.seed)
+    return None
+
+
 def audit_entries(
-    settings: Settings, entries: Iterable[Entry], *, token_counts: Mapping[TrajectoryId, int] | None = None
+    settings: Settings,
+    entries: Iterable[Entry],
+    *,
+    token_counts: Mapping[TrajectoryId, int] | None = None,
+    visits: AuditedVisits | None = None,
 ) -> AuditReport:
-    """Audit events with their commands; `entries` is iterated several times."""
-    tables = AuditTables(settings)
+    """Audit events with their commands; `entries` is iterated several times. `visits`: None to leave them out."""
+    tables = AuditTables(settings, visits=visits)
     for tables.index, (event, commands) in enumerate(entries):
         for fact in (event, *commands):
             for handlers in _HANDLERS:

@@ -5,7 +5,8 @@ Invariant: they depend on recorded events and commands alone, never on a State.
 
 from __future__ import annotations
 
-from collections import Counter
+import hashlib
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -81,6 +82,26 @@ class AuditedStep:
     waves: list[TrainMicroBatch] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class AuditedVisits:
+    """What is known of rows."""
+
+    share: float  #: `task.revisit_share`
+    seed: int  #: `run.seed`
+    rows: list[tuple[int, int]] = field(default_factory=list)  #: (source, row) of each group
+    of_source: defaultdict[int, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))  #: visits of rows
+    outcomes: dict[tuple[int, int], str] = field(default_factory=dict)  #: of the last group of each row
+    known: dict[tuple[int, int], str] = field(default_factory=dict)  #: the same, when prompts were last ordered
+
+    def is_left(self, source: int, row: int) -> bool:
+        """Whether a row is passed over at its next visit."""
+        if self.known.get((source, row)) != "filtered":
+            return False
+        text = f"{self.seed}/visit/{source}/{row}/{self.of_source[source][row]}"
+        drawn = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
+        return drawn / 2**128 >= self.share
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A violation without its excerpt."""
@@ -94,8 +115,10 @@ class Finding:
 class AuditTables:
     """Everything read so far, and the findings."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, visits: AuditedVisits | None = None) -> None:
+        """`visits`: None if the configuration is not known."""
         self.settings = settings
+        self.visits = visits
         self.index = -1  #: number of the current event
         self.now = 0.0
         self.findings: list[Finding] = []

@@ -19,6 +19,7 @@ from dora.observe.requests import RequestRow
 from dora.observe.scores import Score
 from dora.observe.steps import StepFacts
 from dora.observe.tokens import TokenAccount
+from dora.observe.visits import Visits
 
 #: Number of steps to keep.
 RECENT_STEPS = 100
@@ -62,6 +63,7 @@ class ShellFacts:
     trainer_metrics: dict[str, float] = field(default_factory=dict)  #: of the last step
     mismatches: dict[InstanceId, float] = field(default_factory=dict)  #: k3 between each instance and the trainer
     durations: Durations = field(default_factory=Durations)
+    visits: Visits = field(default_factory=Visits)
     scores: list[Score] = field(default_factory=list)  #: in the order of evaluation
     requests: deque[RequestRow] = field(default_factory=deque)  #: of users, oldest first
     judges: JudgeRow = field(default_factory=JudgeRow)

@@ -32,6 +32,7 @@ from dora.observe.scores import Score
 from dora.observe.snapshot import Counts, Snapshot, snapshot
 from dora.observe.steps import StepFacts, Steps
 from dora.observe.tokens import TokenAccount, TokenLedger
+from dora.observe.visits import Visits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,12 @@ class RunFacts:
     window: Annotated[float, Figure("versions", "most versions that may be alive")]
     dropped: Annotated[
         Mapping[str, int], Figure("groups", "filtered or failed since the start, by reason", "groups_dropped_total")
+    ]
+    rows_passed: Annotated[
+        int | None,
+        Figure(
+            "visits", "at which a row was passed over, since the start, with `task.revisit_share`", "rows_passed_total"
+        ),
     ]
     counts: Counts  #: its fields are fields of the row
     environment_failed: Annotated[
@@ -97,6 +104,7 @@ class Folded:
     episodes: TimedEpisodes = field(default_factory=TimedEpisodes)
     requests: RequestLog = field(default_factory=RequestLog)
     judges: JudgeRow = field(default_factory=JudgeRow)
+    visits: Visits = field(default_factory=Visits)
     trained: list[StepFacts] = field(default_factory=list)  #: of a replay: every step, once
 
     @classmethod
@@ -123,6 +131,7 @@ class Folded:
         self.judges.note(event)
         self.episodes.apply(event, commands, group_size=state.settings.group_size)
         self.requests.note(event, commands, newest=state.window.newest)
+        self.visits.apply(event, commands)
 
 
 class _Trained(msgspec.Struct):
@@ -161,6 +170,7 @@ class Observed:
         facts.durations = folded.durations
         facts.requests = folded.requests.rows
         facts.judges = folded.judges
+        facts.visits = folded.visits
         facts.starting = {*state.instances}
         for step in folded.trained:
             facts.note_step(step)
@@ -224,6 +234,7 @@ class Observed:
             live_versions=sum(v.is_live for v in now.versions),
             window=state.window_size,
             dropped=now.dropped,
+            rows_passed=now.rows_passed,
             counts=now.counts,
             environment_failed=now.environment.failed if now.environment is not None else None,
             lag_p99_s=now.lag_p99_s,

@@ -219,6 +219,9 @@ class Snapshot:
     prompts_skipped: Annotated[
         int, Metric("prompts_skipped_total", "Groups whose prompt is over the limit, or cannot be read.")
     ]
+    rows_passed: Annotated[
+        int | None, Metric("rows_passed_total", "Visits at which a row was passed over (task.revisit_share).")
+    ] = None  #: None if no row is
     staleness: Annotated[
         tuple[int, ...], Metric("groups_committed_total", "Groups committed, by staleness.", label="staleness")
     ]  #: at staleness 0, 1, ... K, and beyond where K does not bound it
@@ -289,6 +292,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         groups_by_phase={phase.value: count for phase, count in ledger.counts.items()},
         dropped=dict(ledger.reasons),
         prompts_skipped=ledger.reasons.get(_TOO_LONG, 0),
+        rows_passed=shell.visits.num_passed if len(shell.visits) else None,
         staleness=tuple(staleness),
         staleness_mean=sum(i * n for i, n in enumerate(staleness)) / sum(staleness) if any(staleness) else None,
         steps=tuple(shell.steps),

@@ -145,7 +145,9 @@ def _tokens(s: Snapshot, *, is_over: bool) -> Line:
 
 
 def _left_out(s: Snapshot) -> Line:
-    return _row("left out", ", ".join(f"{count:,} {reason}" for reason, count in s.dropped.items()) or "no group")
+    passed = [f"{s.rows_passed:,} rows passed over"] if s.rows_passed else []
+    groups = [f"{count:,} {reason}" for reason, count in s.dropped.items()]
+    return _row("left out", ", ".join([*(groups or ["no group"]), *passed]))
 
 
 def _staleness(s: Snapshot) -> str:

@@ -4,12 +4,17 @@ Invariant: `stream.at(position)` is a pure function of (task config, tokenizer, 
 one integer as its cursor, prefetching does not affect it, and no earlier draws are replayed:
 
     position --mixture--> (source, n-th draw from it) --epoch, shuffle--> row --render, encode--> Prompt
+
+If rows may be passed over (`task.revisit_share`), a source's n-th draw is not at its n-th place any more. `visit` then
+chooses the row of each position, as a function of the seed and of the visits recorded so far, and `of_visit` returns
+its prompt. The mixture stays the same.
 """
 
 from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -21,7 +26,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from dora.core.events import Visit
+from dora.core.ids import GroupId
 from dora.errors import ConfigError
+from dora.observe.visits import RowKey, Visits
 from dora.tasks.sources import Row, Source, derive_seed, open_source, require_readable
 from dora.tasks.tokenizer import Tokenizer, unmarked
 
@@ -106,6 +114,11 @@ class PromptStream:
         #: with the others would change the mixture.
         self.num_prompts = _mixture_length([self._num_draws(source) for source in sources], shares=self._shares)
 
+    @property
+    def passes_over(self) -> bool:
+        """Whether rows may be passed over: then `visit` chooses the rows of prompts."""
+        return self._task.revisit_share < 1
+
     def at(self, position: int) -> Prompt | None:
         """Return the prompt at `position`; calls may come in any order, and repeat.
 
@@ -114,8 +127,22 @@ class PromptStream:
         if self.num_prompts is not None and position >= self.num_prompts:
             return None
         index, draw = mix(position, shares=self._shares)
+        num_rows = self._sources[index].num_rows
+        row = draw if num_rows is None else self._shuffled(draw, num_rows=num_rows, source=index)
+        return self._prompt(position, index, row)
+
+    def of_visit(self, position: int, key: RowKey) -> Prompt:
+        """Return the prompt at `position`, whose source and row `visit` has chosen."""
+        index, row = key
+        if mix(position, shares=self._shares)[0] != index or row >= (self._sources[index].num_rows or 0):
+            raise ConfigError(
+                f"task.sources: prompt {position} was row {row} of source {index}, which is not its row now; restore "
+                "the sources that the run began with"
+            )
+        return self._prompt(position, index, row)
+
+    def _prompt(self, position: int, index: int, row: int) -> Prompt:
         source = self._sources[index]
-        row = draw if source.num_rows is None else self._shuffled(draw, num_rows=source.num_rows, source=index)
         prompt = render(
             source, row, position=position, task=self._task, tokenizer=self._tokenizer, converse=self._converse
         )
@@ -126,6 +153,47 @@ class PromptStream:
             self._overlong.add(position)
             _require_half(len(self._overlong), of=JUDGED_ROWS, what="prompts", task=self._task)
         return replace(prompt, source_index=index)
+
+    def visit(self, first: int, *, count: int, visits: Visits) -> list[Visit]:
+        """Return the visits for `count` positions from `first` on; fewer where the prompts end.
+
+        A source passes over a row whose last group had equal rewards, except at `task.revisit_share` of its visits, and
+        at most as many rows at a time as it has. What `visits` has of a position stays.
+        """
+        found: list[Visit] = []
+        places, counts = visits.places.copy(), Counter[RowKey]()
+        for position in range(first, first + count):
+            if (known := visits.row_of(GroupId(position))) is not None:
+                found.append(Visit(*known))
+                continue
+            source, _ = mix(position, shares=self._shares)
+            visit = self._next(source, places[source], counts=counts, visits=visits)
+            if visit is None:
+                break
+            places[source] += len(visit.passed) + 1
+            found.append(visit)
+        return found
+
+    def _next(self, source: int, place: int, *, counts: Counter[RowKey], visits: Visits) -> Visit | None:
+        """Return the next visit of a source that is at `place`; None if it ends first. `counts`: visits of rows that
+        `visits` does not have, which are added."""
+        num_rows, end = self._sources[source].num_rows, self._num_draws(self._sources[source])
+        assert num_rows is not None, "open_stream refuses endless sources"
+        passed: list[int] = []
+        while end is None or place < end:
+            row = self._shuffled(place, num_rows=num_rows, source=source)
+            key = (source, row)
+            number = visits.counts[key] + counts[key]
+            counts[key] += 1
+            if len(passed) == num_rows or key not in visits.equal or self._is_due(key, number):
+                return Visit(source, row, tuple(passed))
+            passed.append(row)
+            place += 1
+        return None
+
+    def _is_due(self, key: RowKey, number: int) -> bool:
+        """Draw whether a row is taken at its visit `number`, counted from 0, although it had equal rewards."""
+        return derive_seed(self._seed, "visit", *key, number) < self._task.revisit_share * 2**128
 
     def position_of(self, source: int, *, draw: int) -> int:
         """Return the position of the draw-th prompt of a source, both counted from 0."""
@@ -149,6 +217,11 @@ def open_stream(task: TaskConfig, *, tokenizer: Tokenizer, seed: int, converse: 
     for index, config in enumerate(task.sources):
         field = f"task.sources.{index}"
         source = open_source(config, field=field, seed=derive_seed(seed, "source", index), split="train")
+        if source.num_rows is None and task.revisit_share < 1:
+            raise ConfigError(
+                f"task.revisit_share: {field} ({source.name}) is endless, so its rows do not come again; use finite "
+                "sources, or leave it at 1"
+            )
         if converse is None:
             _check_rows(source, limit=CHECKED_ROWS, task=task, tokenizer=tokenizer)
         else:

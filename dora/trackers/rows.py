@@ -22,7 +22,15 @@ _HEAD = ("kind", "step", "version", "name")
 GROUPS: Final = {
     "reward": ("reward_mean", "reward_all_mean", "all_right", "all_wrong", "all_same", "mixed", "zero_variance_groups"),
     "response": ("response_len_mean", "response_len_p90", "response_len_max"),
-    "rollout": ("tokens_per_s", "rollout_idle_share", "num_groups", "num_tokens", "live_versions", "window"),
+    "rollout": (
+        "tokens_per_s",
+        "rollout_idle_share",
+        "num_groups",
+        "num_tokens",
+        "live_versions",
+        "window",
+        "rows_passed",
+    ),
     "staleness": ("staleness_mean",),
     "time": ("at", "duration_s", "idle_s"),
     "checks": (

@@ -54,6 +54,7 @@ from dora.journal.codec import FORMAT, Epoch, Header
 from dora.journal.commits import Commits
 from dora.journal.tokens import TokenWriter
 from dora.journal.writer import JournalWriter
+from dora.observe.visits import Visits
 from dora.seed.policy import path as seed_path
 from dora.tasks.pool import Graded, GradingFailed
 from dora.tasks.prompts import Prompt, PromptStream, open_stream
@@ -377,6 +378,7 @@ class Surroundings:
     store: Any = field(default_factory=FakeStore)
     graders: Any = field(default_factory=FakeGraders)
     fails_truncated: bool = False
+    visits: Visits = field(default_factory=Visits)
 
     @property
     def ids(self) -> RequestIds:
@@ -401,7 +403,7 @@ class Surroundings:
 
     @property
     def fetch(self) -> Fetch:
-        return Fetch(self.stream, self.trajectories, self.now)
+        return Fetch(self.stream, self.visits, self.trajectories, self.now)
 
     @property
     def effects(self) -> Effects:

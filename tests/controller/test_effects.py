@@ -26,6 +26,7 @@ from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId, VersionId
+from dora.core.phases import GroupPhase
 from dora.engine.names import UNCONFIRMED, request_id
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.engine import SglangEngine
@@ -482,6 +483,31 @@ async def test_prompts_are_kept_by_group_until_the_source_is_dry(io: Surrounding
     assert [io.trajectories.prompts[GroupId(g)].text for g in range(3)] == ["a0=", "a1=", "a2="]
     none = await io.fetch(cmd.FetchPrompts(GroupId(3), 2))
     assert none == ev.PromptsArrived(3.0, GroupId(3), (), True)
+
+
+async def test_prompts_of_rows_that_may_be_passed_over_arrive_with_their_visits(
+    io: Surroundings, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"a{i}=", "answer": f"0{i}"}) + "\n" for i in range(4)))
+    task = TaskConfig(sources=(SourceConfig(kind="jsonl", path=rows),), epochs=2, shuffle=False, revisit_share=0.05)
+    io = replace(io, stream=open_stream(task, tokenizer=io.tokenizer, seed=0))
+
+    first = await io.fetch(cmd.FetchPrompts(GroupId(0), 4))
+    assert isinstance(first, ev.PromptsArrived)
+    assert first.visits == tuple(ev.Visit(0, row) for row in range(4))
+    io.visits.apply(first, [])
+    io.visits.apply(
+        ev.Ticked(0.0),
+        [
+            *(cmd.DropGroup(GroupId(g), GroupPhase.FILTERED, "zero variance", (1.0, 1.0)) for g in range(3)),
+            cmd.FetchPrompts(GroupId(4), 4),
+        ],
+    )
+    last = await io.fetch(cmd.FetchPrompts(GroupId(4), 4))
+    assert isinstance(last, ev.PromptsArrived)
+    assert (last.visits, last.dry) == ((ev.Visit(0, 3, (0, 1, 2)),), True)
+    assert io.trajectories.prompts[GroupId(4)].text == "a3="
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ async def resumed(folder: Path, *, steps: int = 0) -> Job:
     inputs = Inputs(
         seed_path(), None, None, job.io.tokenizer, job.io.tokenizer.vocab_size, job.io.stream, job.io.evaluations
     )
-    counts = resume.restore(run, recorded.state, trajectories=job.io.trajectories, inputs=inputs)
+    counts = resume.restore(run, recorded.state, trajectories=job.io.trajectories, inputs=inputs, visits=job.io.visits)
     job.first = [
         ev.ControllerRestarted(recorded.last_at, recorded.next_epoch, counts, steps),
         ev.TrainerReady(recorded.last_at, recorded.state.feed.trained if steps else 0),
@@ -97,7 +97,7 @@ async def test_what_a_call_gave_is_not_known_without_its_event(tmp_path: Path, p
     job.close()
     io = job.io
     inputs = Inputs(seed_path(), None, None, io.tokenizer, io.tokenizer.vocab_size, io.stream, io.evaluations)
-    resume.restore(run, state, trajectories=io.trajectories, inputs=inputs)
+    resume.restore(run, state, trajectories=io.trajectories, inputs=inputs, visits=io.visits)
     found = io.trajectories.records[trajectory.id]
     if phase is TrajectoryPhase.CALLING:
         assert (found.tokens, found.observed) == (wanted, [])

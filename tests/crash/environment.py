@@ -15,6 +15,11 @@ from dora.tasks.tokenizer import Tokenizer
 from tests.crash.policy import EOS, answered
 
 
+def sums() -> list[dict[str, str]]:
+    """Rows of a finite source."""
+    return [{"prompt": f"a3b{n}=", "answer": f"{3 + n:02d}"} for n in range(4)]
+
+
 class NumberRenderer:
     """A turn is its tokens in decimal, and so is an observation."""
 

@@ -34,6 +34,14 @@ ADAPTERS = (
     f"trainer.lora.targets={json.dumps(TARGETS)}",
     "run.steps=5",
 )
+#: A few rows, of which half the groups have equal rewards.
+VISITS = (
+    'task.sources=[{kind="function", name="tests.crash.environment:sums"}]',
+    'task.rewards=[{kind="math"}]',
+    "task.revisit_share=0.25",
+    "eval.sets=[]",
+    "run.steps=6",
+)
 DOUBTFUL = Faults(load_s=0.2, doubtful=0.3)
 
 PLANS = {
@@ -73,6 +81,7 @@ PLANS = {
             faults=DOUBTFUL,
         ),
         Plan("full-disk", ("eval.every=2",), fills="/"),
+        Plan("visits", VISITS),
     )
 }
 

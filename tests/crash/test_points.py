@@ -1,4 +1,4 @@
-"""Crash points, 930 over 21 kinds of run: each is resumed to its end and passes the checker.
+"""Crash points, 970 over 22 kinds of run: each is resumed to its end and passes the checker.
 
 The long profile is `python -m tests.crash --points 100000 --seed N`; it prints a command that replays a failure.
 """
@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from dora.core import events as ev
+from dora.journal.audit import audit
+from dora.journal.reader import Journal
 from tests.crash.disk import crashed
 from tests.crash.life import Plan
 from tests.crash.points import PLANS, Prober, Tally
@@ -74,3 +77,34 @@ def test_a_version_whose_evaluation_is_skipped_has_a_row_of_metrics(place: Path)
     assert versions["evaluation_skipped"]
     assert not versions["evaluation"] & versions["evaluation_skipped"]
     assert versions["evaluation"] | versions["evaluation_skipped"] == set(range(9))
+
+
+def test_rows_that_were_chosen_before_a_crash_stay_and_the_audit_derives_the_others(place: Path) -> None:
+    path = place / "world"
+    path.mkdir()
+    prober = Prober(path, PLANS["visits"], seed=3)
+    world, rng = prober.world, random.Random(3)
+    whole = crashed(prober.base.disk, point=prober.num_points - 1, kind="kill", rng=rng)
+    whole.lay_out(world.path)
+    unbroken = rows_of(world.folder.journal)
+    for point in range(prober.num_points // 3, 2 * prober.num_points // 3, 40):
+        tree = crashed(prober.base.disk, point=point, kind="kill", rng=rng)
+        tree.lay_out(world.path)
+        chosen = rows_of(world.folder.journal)
+        assert 0 < len(chosen) < len(unbroken)
+        assert chosen == unbroken[: len(chosen)]
+        assert world.resume(tree, seed=str(point)).outcome is not None
+        again = rows_of(world.folder.journal)
+        assert again[: len(chosen)] == chosen
+        assert len(again) > len(chosen)
+        assert audit(world.folder).ok
+
+
+def rows_of(journal: Path) -> list[tuple[int, ...]]:
+    """Source and row of each group, and the rows passed over before it."""
+    found: list[tuple[int, ...]] = []
+    for event, _ in Journal(journal):
+        if isinstance(event, ev.PromptsArrived):
+            new = event.visits[max(0, len(found) - event.first) :]
+            found += [(visit.source, visit.row, *visit.passed) for visit in new]
+    return found

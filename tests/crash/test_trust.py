@@ -244,6 +244,27 @@ def test_an_adapter_of_other_settings_is_refused_even_if_accepted(stopped: Stopp
         resuming.accept(recorded, config, recorded.settings, is_accepted=True)
 
 
+@pytest.mark.parametrize(
+    ("of_run", "change"),
+    [
+        ([], "task.revisit_share=0.5"),
+        (["task.revisit_share=0.5"], "task.revisit_share=1.0"),
+        (["task.revisit_share=0.5"], "run.seed=7"),
+    ],
+)
+def test_how_rows_are_passed_over_cannot_change_even_if_accepted(
+    stopped: Stopped, of_run: list[str], change: str
+) -> None:
+    stopped.copy()
+    own = ["task.sources.0.kind=function", "task.sources.0.name=tests.crash.environment:sums", "eval.sets=[]"]
+    own += ['task.rewards=[{kind="math"}]', "task.sources.0.options={}"]
+    recorded = replace(stopped.recorded, config=dump(load(stopped.world.folder.config, [*own, *of_run], environ={})))
+    config = load(stopped.world.folder.config, [*own, *of_run, change], environ={})
+    key = change.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"--resume: {key}: .* -> .*: cannot change within a run; start a new one"):
+        resuming.accept(recorded, config, recorded.settings, is_accepted=True)
+
+
 def test_a_configuration_that_was_changed_without_a_signature_is_not_taken_up(stopped: Stopped) -> None:
     tree = stopped.copy()
     write(tree, data_of(tree, "config.toml") + b"# nothing", "config.toml")

@@ -16,6 +16,7 @@ from dora.core.phases import GroupPhase
 from dora.journal.run_folder import RunFolder
 from dora.weights.store import VersionStore
 from tests.e2e.runs import (
+    Run,
     assert_audit_clean,
     assert_one_clear_error,
     events_of,
@@ -187,3 +188,28 @@ def test_rollouts_are_trained_from_disk(tmp_path: Path) -> None:
     assert [row["trainer"]["learning_rate"] for row in rows] == [2e-5, 2e-5]
     assert sum(row["trainer"]["all/sequences"] for row in rows) == 2 * 4 * 4
     assert VersionStore(memory_root=trained.versions, durable_root=trained.versions).durable() == [0, 1, 2]
+
+
+def test_a_run_that_is_killed_goes_on_with_the_rows_that_it_had_chosen(tmp_path: Path) -> None:
+    changes = {
+        "rollout__filter_zero_variance": True,
+        "rollout__max_top_up": 100,
+        "task__revisit_share": 0.25,
+        "task__rewards": '[{kind="regex", pattern="(?:^|\\\\D)(\\\\d\\\\d)$"}]',
+        "run__steps": 6,
+    }
+    options = [*small(tmp_path, task__sources=rows(tmp_path, hangs=(False,) * 9), **changes), "--continue"]
+    with Run(*options) as job:
+        job.until_status(lambda s: bool(s["rows_passed"]), what="a row is passed over")
+        folder = job.folder
+        job.process.kill()
+        job.process.wait()
+    chosen = [visit for event in events_of(folder, ev.PromptsArrived) for visit in event.visits]
+    with Run(*options) as job:
+        assert job.end() == 0, job.told()
+        assert "rows passed over: " in job.told()
+    arrived = events_of(folder, ev.PromptsArrived)
+    again = {event.first + i: visit for event in reversed(arrived) for i, visit in enumerate(event.visits)}
+    assert [again[group] for group in range(len(chosen))] == chosen
+    assert sum(event.dry for event in arrived) == 0
+    assert_audit_clean(folder)

@@ -34,6 +34,7 @@ EVENTS: list[ev.AnyEvent] = [
     ev.VersionUnloaded(1.0, INSTANCE, 3),
     ev.VersionUnloadFailed(1.0, INSTANCE, 3, "timeout"),
     ev.PromptsArrived(1.0, GROUP, (3, 4, 5), False),
+    ev.PromptsArrived(1.0, GROUP, (3, 4), True, (ev.Visit(0, 2, (7, 1)), ev.Visit(1, 0))),
     ev.GenerationFinished(1.0, TRAJECTORY, 2, 64, True, ((4, 0, 60), (4, 60, 64))),
     ev.GenerationStopped(1.0, TRAJECTORY, 2, 0, ()),
     ev.GenerationFailed(1.0, TRAJECTORY, 2, 7, True, "«reset»"),

@@ -263,6 +263,9 @@ def test_what_cannot_be_simulated_is_refused_by_name(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             prepared(workload(), *changes)
+    filters = workload().with_changes(job={"filter_zero_variance": True})
+    with pytest.raises(ConfigError, match=r"task\.revisit_share: simulations pass over no rows; leave it at 1"):
+        prepared(filters, "task.revisit_share=0.5")
     calls = workload().with_changes(tools={"calls": (0.5, 0.5)})
     with pytest.raises(ConfigError, match=r"tools\.calls: a policy that learns makes no calls"):
         prepared(calls)

@@ -53,6 +53,7 @@ ADDED = [
     b'"judges":null,',
     b'"requests":[],',
     b',"trainer_losses":0',
+    b',"rows_passed":null',
     b',"unload":' + msgspec.json.encode(DurationHistogram()),
 ]
 #: What rows have said since then.

@@ -152,6 +152,14 @@ def test_the_summary_counts_the_groups_that_were_left_out_by_reason(middle: Snap
     assert "left out" not in "".join(summary(replace(now, dropped={}), folder=RunFolder(tmp_path), violations=0))
 
 
+def test_rows_that_were_passed_over_are_counted(middle: Snapshot, tmp_path: Path):
+    now = replace(middle, rows_passed=1234)
+    assert "  rows passed over: 1,234, as the rewards of their last groups were equal" in summary(
+        now, folder=RunFolder(tmp_path), violations=0
+    )
+    assert "passed over" not in "".join(summary(middle, folder=RunFolder(tmp_path), violations=0))
+
+
 def test_episodes_are_shown_where_there_is_an_environment(calling: Snapshot, middle: Snapshot, tmp_path: Path):
     tokens = "40 tokens sampled and 6 observed"
     turns = f"2.2 turns (at most 4), {tokens}, reward by turn 0.25 0.50, ended by a budget: 2 of turns"

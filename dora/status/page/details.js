@@ -50,6 +50,7 @@ function figures(s) {
     "servers": listed(s.instances_by_phase),
     "groups": `${count(s.groups_admitted)} admitted: ${listed(s.groups_by_phase)}`,
     "groups left out": listed(s.dropped),
+    ...(s.rows_passed ? { "rows passed over": `${count(s.rows_passed)}, as the rewards of their last groups were equal` } : {}),
     "tokens": `${short(s.num_tokens)} sampled, ${short(s.num_trained_tokens)} trained; now ${short(s.tokens_per_s)} and ${short(s.trained_tokens_per_s)} tokens/s`,
     "evaluations skipped": s.evaluations_skipped.length ? `of versions ${s.evaluations_skipped.join(", ")}: newer ones were due before their turn` : "none",
     "moves": `${count(s.counts.migrations)} answers moved, ${count(s.counts.recovered)} recovered after a loss, ${count(s.counts.late_completions)} late completions ignored`,
