@@ -17,11 +17,7 @@ ROOT = Path(__file__).parents[2]
 #: Avoided words with another meaning: the rooms of dora/ where that is at home.
 ELSEWHERE = {
     "accept": {"app", "cli", "engine"},  # of changed settings; the HTTP header
-    "action": {
-        "sim",
-        "embedded",
-        "environments",
-    },  # what is due at a simulated time; of an orphaned receiver; of OpenEnv
+    "action": {"sim", "embedded", "environments"},  # due at a simulated time; of an orphaned receiver; of OpenEnv
     "age": {"sim"},  # tokens that a simulated request has decoded
     "ban": {"embedded"},  # of tokens before min_new_tokens
     "broadcast": {"engine"},  # of tensors, to a server's ranks
