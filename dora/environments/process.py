@@ -99,6 +99,8 @@ class HostProcess:
         self.num_episodes = 0
         #: The sources and rows against which the loss of this host was counted.
         self.death = Death()
+        #: The last loss that the host survived, of a server of its tools: its number, and what it was counted against.
+        self._last_loss, self._last_death = 0, Death()
         #: Threads that never returned, and still take memory and time.
         self.num_stuck = 0
 
@@ -138,6 +140,12 @@ class HostProcess:
             self._lose(ConnectionError(str(err)))
         return self._in_time(reply)
 
+    def death_of(self, loss: int) -> Death:
+        """Return what a loss that the host survived was counted against; episodes that failed by it have its number."""
+        if loss != self._last_loss:
+            self._last_loss, self._last_death = loss, Death()
+        return self._last_death
+
     async def kill(self) -> None:
         """End the process; every pending call raises HostLost."""
         if self._reader is None:  # it was never ready
@@ -159,6 +167,8 @@ class HostProcess:
             "max_tokens": self._max_tokens,
             "output_bytes": settings.output_bytes,
             "reply_bytes": REPLY_BYTES,
+            "start_timeout_s": settings.start_timeout_s,
+            "mcp": [server.model_dump() for server in settings.mcp],
         }
 
     async def _refuse(self, end: asyncio.Task[None]) -> bytes:
