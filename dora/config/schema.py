@@ -489,13 +489,11 @@ class EnvironmentConfig(Section):
     output_bytes: Annotated[int, Field(ge=1, le=1_000_000)] = 8_192
     """Maximum size of the text of one observation; longer text is cut, with a mark that the model sees."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _named(cls, values: Any) -> Any:
-        """Servers without an environment are one."""
-        if isinstance(values, dict) and values.get("mcp") and not values.get("name"):
-            return {**values, "name": MCP_TOOLS}
-        return values
+    @model_validator(mode="after")
+    def _servers_are_an_environment(self) -> EnvironmentConfig:
+        if self.mcp and not self.name:
+            object.__setattr__(self, "name", MCP_TOOLS)
+        return self
 
     @property
     def capacity(self) -> int:

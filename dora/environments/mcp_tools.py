@@ -8,7 +8,6 @@ servers go on. It is started anew when it is needed; START_ATTEMPTS failures in 
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import os
 import re
@@ -245,7 +244,7 @@ class _Server:
                 problem = f"has a description of more than {MAX_TOOL_BYTES >> 10} KiB"
             if problem:
                 raise ServerFailed(f"the tool '{tool.name[:80]}' {problem}; leave it out by tools = [...]")
-            parameters = copy.deepcopy(tool.input_schema)
+            parameters = _in_order(tool.input_schema)
             hidden = {name for name in self._settings["arguments"] if name in parameters.get("properties", {})}
             self._parameters[tool.name] = hidden
             for name in hidden:
@@ -263,6 +262,21 @@ def _function(schema: McpToolSchema, call: Callable[[dict[str, Any]], Awaitable[
     tool.__name__ = schema.name
     tool.tool_schema = schema  # type: ignore[attr-defined]
     return tool
+
+
+def _in_order(schema: Any, *, of: str = "") -> Any:
+    """Return a schema with its keywords in order, as those of Python functions are: equal schemas make equal prompts,
+    whatever SDK a server has. Parameters stay in theirs.
+
+    >>> _in_order({"type": "object", "properties": {"b": {"type": "string", "enum": ["x"]}, "a": {}}})
+    {'properties': {'b': {'enum': ['x'], 'type': 'string'}, 'a': {}}, 'type': 'object'}
+    """
+    if isinstance(schema, list):
+        return [_in_order(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    names = list(schema) if of in ("properties", "default") else sorted(schema)
+    return {name: _in_order(schema[name], of="" if of == "properties" else name) for name in names}
 
 
 def _filled(value: Any, row: Mapping[str, Any]) -> Any:
