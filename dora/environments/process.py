@@ -141,8 +141,9 @@ class HostProcess:
         return self._in_time(reply)
 
     def death_of(self, loss: int) -> Death:
-        """Return what a loss that the host survived was counted against; episodes that failed by it have its number."""
-        if loss != self._last_loss:
+        """Return what a loss that the host survived was counted against; episodes that failed by it have its number, or
+        0 if it has none."""
+        if not loss or loss != self._last_loss:
             self._last_loss, self._last_death = loss, Death()
         return self._last_death
 
