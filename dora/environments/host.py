@@ -57,10 +57,6 @@ _STUCK_THREADS = 16
 #: shorter than the controller's own extra time for a call.
 _CATCH_UP_S = 2.0
 
-#: Share of the time that is left for starting in which MCP servers must be ready, so that this host still says which
-#: one is not.
-_SERVERS_SHARE = 0.75
-
 #: The task of the call for which code of the user runs, in the loop, in tasks of its own, or in threads.
 _CALL: ContextVar[asyncio.Task[Any] | None] = ContextVar("call", default=None)
 
@@ -121,7 +117,7 @@ async def _connect(setup: dict[str, Any], one: Environment, *, left_s: float) ->
         return None
     from dora.environments.mcp_tools import McpServers
 
-    servers = McpServers(setup["mcp"], field=f"{setup['field']}.mcp", timeout_s=_SERVERS_SHARE * left_s)
+    servers = McpServers(setup["mcp"], field=f"{setup['field']}.mcp", timeout_s=max(left_s, 0.0))
     await servers.connect(one)
     return servers
 

@@ -30,7 +30,8 @@ log = structlog.get_logger(__name__)
 #: Maximum size of a reply: the messages of `reset`, or an observation of 1 MiB with every byte escaped.
 REPLY_BYTES = 16 << 20
 
-#: A host must report that a call exceeded its time limit within this much more time; otherwise the host itself hangs.
+#: A host must report that a call, or the start of a server, exceeded its time limit within this much more time;
+#: otherwise the host itself hangs.
 _GRACE_S = 5.0
 
 #: Timeout for reading a reply that is already in the pipe.
@@ -113,7 +114,7 @@ class HostProcess:
         limit_s = self._settings.start_timeout_s
         await self._process.spawn()
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s + (_GRACE_S if self._settings.mcp else 0.0)):
                 self._process.write(msgspec.json.encode({"id": 0, "type": "hello", **self._setup()}))
                 ready: Ready = decode(await self._process.read(), Ready)
         except TimeoutError:

@@ -241,11 +241,15 @@ async def test_answers_at_a_port_that_are_lost_fail_the_episode(url):
         assert "cannot be reached" in failed.reason
 
 
-async def test_an_episode_of_pure_reads_may_be_replayed_after_its_server_was_lost():
+async def test_a_loss_that_a_replay_makes_good_is_no_failure_of_its_source():
     async with pool(options={"replays": True}) as hosts:
         assert hosts.can_replay
-        await begin(hosts)
-        assert (await one(hosts, "die")).cause == "host"
+        for _ in range(3):
+            await begin(hosts)
+            turn_of_die = Turn("", calls=(ToolCall("0", "die", {}),))
+            assert (await hosts.step(1, turn_of_die, may_replay=True)).cause == "host"
+        assert not hosts.set_aside
+        assert not any(hosts._failures._endings["s"])
 
 
 @pytest.mark.deep
@@ -270,7 +274,6 @@ async def test_a_server_that_cannot_be_started_again_ends_the_run_with_its_name(
     [
         ([{"command": ["no-such-server"]}], r"mcp.0: no-such-server: no-such-server cannot be started \(No such file"),
         ([{"command": [sys.executable, "-c", "raise SystemExit(4)"]}], r"mcp.0: .*: ended with exit code 4"),
-        ([{"command": ["sleep", "100"]}], r"mcp.0: sleep: not ready after"),
         ([{"url": "http://127.0.0.1:9/mcp"}], r"mcp.0: http://127.0.0.1:9/mcp: cannot be reached \(ConnectError"),
         ([{"command": SERVER, "tools": ["ecko"]}], r"mcp.0.tools: there is no 'ecko'; there are die, echo, "),
         ([{"command": SERVER, "variables": ["NO_KEY"]}], r"mcp.0.variables: the environment variable NO_KEY is not"),
@@ -280,7 +283,13 @@ async def test_a_server_that_cannot_be_started_again_ends_the_run_with_its_name(
 )
 async def test_a_server_that_cannot_be_used_is_refused_with_its_name(servers, reason):
     with pytest.raises(ConfigError, match=f"^environment.{reason}"):
-        async with pool(*servers, start_timeout_s=6.0):
+        async with pool(*servers):
+            pass
+
+
+async def test_a_server_that_is_never_ready_is_refused_with_its_name():
+    with pytest.raises(ConfigError, match=r"^environment.mcp.0: sleep: not ready after"):
+        async with pool({"command": ["sleep", "100"]}, start_timeout_s=3.0):
             pass
 
 
