@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from dora.config.load import load
 from dora.config.schema import EnvironmentConfig
 from dora.environments.api import Observation, Reset, ToolCall, Turn
 from dora.environments.pool import EnvironmentPool
@@ -325,6 +326,12 @@ async def test_a_token_that_is_wrong_is_refused(url, monkeypatch):
     with pytest.raises(ConfigError, match=r"^environment.mcp.0: .*: answered with HTTP status 401"):
         async with pool({"url": url, "token": "OTHER"}):
             pass
+
+
+def test_hosts_in_other_languages_have_no_servers():
+    changes = ['environment.mcp=[{command=["a"]}]', 'environment.command=["node", "a.js"]', "eval.sets=[]"]
+    with pytest.raises(ConfigError, match=r"environment.mcp: is served by hosts of DORA alone; remove it or"):
+        load({}, changes, environ={})
 
 
 @pytest.mark.parametrize("one", [{}, {"command": SERVER, "url": "http://a/"}, {"url": "ftp://a/"}])

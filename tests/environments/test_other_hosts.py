@@ -205,3 +205,11 @@ async def test_a_package_that_is_missing_there_is_named(tmp_path, file):
     with pytest.raises(ConfigError, match=r"tools cannot be created \(ModuleNotFoundError: No module named 'pydantic'"):
         async with EnvironmentPool(EnvironmentConfig(name=f"{file}:tools", python=python)):
             pass
+
+
+async def test_servers_of_tools_need_their_package_there(tmp_path):
+    needed = ("pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection")
+    settings = EnvironmentConfig(mcp=({"command": ("true",)},), python=venv_with(tmp_path / "venv", *needed))
+    with pytest.raises(ConfigError, match=r"^environment.mcp: mcp is not installed; run pip install 'dora-rl\[mcp\]'"):
+        async with EnvironmentPool(settings):
+            pass
