@@ -37,7 +37,7 @@ from dora.controller.effects import Graders
 from dora.engine.api import Capabilities, GenerateRequest, InferenceEngine
 from dora.engine.engines import adapter_needs, open_engine, require_engine
 from dora.engine.model_check import require_same_shapes
-from dora.errors import ConfigError, RemoteError
+from dora.errors import ConfigError, RemoteError, one_line
 from dora.journal.access import require_group, set_umask
 from dora.journal.run_folder import RunFolder
 from dora.node.cuda import require_cuda
@@ -129,6 +129,8 @@ async def check(config: Config, report: Report, *, push: bool = False, measure: 
         if episodes is not None:
             name, family = config.environment.name, episodes.renderer.family
             report("environment", f"{name} gives a first prompt; renderer {family} continues its turns exactly")
+            if episodes.converse.tools:
+                report("tools", one_line(", ".join(sorted(episodes.converse.tools))))
         if finding := await asyncio.to_thread(check_loss, config.objective):
             report("objective", finding)
         await _check_rewards(config, inputs, graders, report=report)

@@ -363,6 +363,8 @@ def _environment_problems(config: Config) -> Iterator[str]:
         )
     if environment.command and environment.python:
         yield "environment.python: has no effect with environment.command; remove one of them"
+    if environment.command and environment.mcp:
+        yield "environment.mcp: is served by hosts of DORA alone; remove it or environment.command"
     if environment.call_timeout_s >= config.run.no_progress_s:
         yield (
             f"environment.call_timeout_s: {environment.call_timeout_s:g} s must be below run.no_progress_s "

@@ -33,6 +33,8 @@ CPU_NODE_SERVERS = 2
 MAX_LORA_RANK = 1 << 12
 #: Name of the environment that runs programs that drive themselves.
 AGENT = "dora.environments.agent:Agent"
+#: Name of the environment that has the tools of servers and none of its own.
+MCP_TOOLS = "dora.environments.mcp_tools:McpTools"
 #: What the prompts of the default job ask for.
 SUMS = "Sums: a3b4c2= asks for 3 + 4 + 2; answers that end in 09 are right."
 
@@ -434,15 +436,49 @@ class TaskConfig(Section):
         return " ".join(dict.fromkeys(source.description for source in self.sources if source.description))
 
 
+class McpServerConfig(Section):
+    """One MCP server, whose tools the model may call (docs/AGENTS.md): `pip install 'dora-rl[mcp]'`."""
+
+    command: tuple[str, ...] = ()
+    """Command that starts the server, as a list of arguments; it speaks MCP on stdin and stdout."""
+    url: Annotated[str, Field(pattern=r"^(https?://.+)?$")] = ""
+    """Address of a server that runs already (streamable HTTP), in place of `command`."""
+    variables: tuple[str, ...] = ()
+    """Names of environment variables of the run that the command may see, such as keys. Of all others it sees only what
+    a shell needs (`PATH`, `HOME`, ...)."""
+    token: str = ""
+    """Name of the environment variable with the bearer token that is sent to `url`."""
+    tools: tuple[str, ...] = ()
+    """Names of the tools that the model may call; empty: all."""
+    arguments: dict[str, Any] = Field(default={})
+    """Arguments that the model neither sees nor chooses, by name; `{column}` stands for that column of the task's row.
+    They are passed to the tools that have them."""
+    per_episode: bool = False
+    """Whether each episode has a server, or a session, of its own, which costs its start each time. Otherwise the
+    episodes of a host share one."""
+
+    @model_validator(mode="after")
+    def _has_one_address(self) -> McpServerConfig:
+        if bool(self.command) == bool(self.url):
+            raise ValueError("needs either command (stdio) or url (streamable HTTP)")
+        if self.url and self.variables:
+            raise ValueError("variables are for a command; use token for a url")
+        if self.command and self.token:
+            raise ValueError("token is for a url; use variables for a command")
+        return self
+
+
 class EnvironmentConfig(Section):
     """The environment of episodes with several turns, in processes of its own (docs/ENVIRONMENTS-PROTOCOL.md)."""
 
     name: str = ""
     """FILE.py:name or module:name of a class or function that makes an `Environment`, once for each episode.
-    Empty: no environment; every episode is one answer to its prompt. An environment needs an extra: `pip install
-    'dora-rl[renderers]'`."""
+    Empty: no environment; every episode is one answer to its prompt. With `mcp`: only the tools of the servers. An
+    environment needs an extra: `pip install 'dora-rl[renderers]'`."""
     options: dict[str, Any] = Field(default={})
     """Arguments that the class or function is called with."""
+    mcp: tuple[McpServerConfig, ...] = ()
+    """MCP servers, whose tools a `ToolEnvironment` has in addition to its own."""
     python: str = ""
     """Python interpreter of the hosts (3.11 or later). It needs the packages of your code, but not DORA: only pydantic,
     if you use `ToolEnvironment`. Empty: the interpreter of the run."""
@@ -475,6 +511,12 @@ class EnvironmentConfig(Section):
     "custom"` and `import_path`. Empty: recognized by the chat template (docs/AGENTS.md)."""
     output_bytes: Annotated[int, Field(ge=1, le=1_000_000)] = 8_192
     """Maximum size of the text of one observation; longer text is cut, with a mark that the model sees."""
+
+    @model_validator(mode="after")
+    def _servers_are_an_environment(self) -> EnvironmentConfig:
+        if self.mcp and not self.name:
+            object.__setattr__(self, "name", MCP_TOOLS)
+        return self
 
     @property
     def capacity(self) -> int:

@@ -59,6 +59,8 @@ class Conversations:
         self._renderer = renderer
         self._own_prompts = own_prompts
         self._checked: set[str] = set()  # sources
+        #: Names of the tools that the first prompts have.
+        self.tools: set[str] = set()
         self._loop = asyncio.get_running_loop()
 
     def __call__(self, row: Mapping[str, Any], source: str, where: str) -> Conversation:
@@ -90,6 +92,7 @@ class Conversations:
         except RenderingFailed as err:
             return Conversation(failed=self._pool.fail(episode, EnvironmentFailed("invalid", str(err))).reason)
         await self._pool.close(episode)
+        self.tools.update(str(one.get("function", {}).get("name")) for one in reset.tools)
         return Conversation(tuple(reset.messages), tuple(reset.tools), tuple(tokens))
 
 

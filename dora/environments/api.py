@@ -125,6 +125,16 @@ class Environment:
         """Release what the episode holds, however it ended. Not called if the host is killed."""
 
 
+class EnvironmentLost(Exception):
+    """Raised by an environment or a tool if what it needs is gone, and it is unknown whether it acted. The episode then
+    fails (cause `host`), and nothing is shown to the policy. `loss`: a number above 0; failures with the same one count
+    as a single failure."""
+
+    def __init__(self, reason: str, *, loss: int) -> None:
+        super().__init__(reason)
+        self.loss = loss
+
+
 def tool(method: _F) -> _F:
     """Make a method of a `ToolEnvironment` a tool."""
     method._is_tool = True  # type: ignore[attr-defined]
@@ -153,8 +163,10 @@ class ToolEnvironment(Environment):
 
     The calls of a turn run concurrently: up to 8 `async` ones in the event loop, and up to 8 others in threads. Methods
     that are not `async` share the episode's state, so they run one after the other, in the order of the calls. The
-    answers are always in the order of the calls.
+    answers are always in the order of the calls. `served`, set by the host: the tools of MCP servers.
     """
+
+    served: Sequence[Callable[..., Any]] = ()
 
     def __init__(self, tools: Iterable[Callable[..., Any]] = ()) -> None:
         self._functions = tuple(tools)
@@ -186,7 +198,8 @@ class ToolEnvironment(Environment):
             if getattr(value, "_is_tool", False)
         ]
         functions = getattr(self, "_functions", ())  # a subclass need not call our constructor
-        return {function.__name__: function for function in (*functions, *(getattr(self, name) for name in own))}
+        methods = (getattr(self, name) for name in own)
+        return {function.__name__: function for function in (*functions, *methods, *self.served)}
 
     async def _answers(self, calls: Sequence[ToolCall]) -> list[Message]:
         tools = self._tools()
@@ -228,6 +241,8 @@ class ToolEnvironment(Environment):
             return f"error: arguments of {call.name}: {err}"
         try:
             return as_text(await run(function, **arguments))
+        except EnvironmentLost:
+            raise
         except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as err:
             if isinstance(err, asyncio.CancelledError) and _is_cancelled():
                 raise
@@ -253,6 +268,8 @@ def _spare_threads(wanted: int) -> Iterator[int]:
 
 
 def _schema_of(function: Callable[..., Any]) -> Any:
+    if (known := getattr(function, "tool_schema", None)) is not None:
+        return known
     from dora.environments.schema import tool_schema  # pydantic, which plain environments do not need
 
     try:

@@ -18,15 +18,17 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dora.environments.api import (
     SPARE_THREADS,
     End,
     Environment,
+    EnvironmentLost,
     Message,
     Observation,
     Reset,
@@ -39,6 +41,9 @@ from dora.environments.watch import Blocked, LoopWatch
 from dora.errors import ConfigError
 from dora.functions import definition_of, describe, load_function, place_of_error
 from dora.pipes import HEADER, print_failure, read_frame, take_pipes, write_frame
+
+if TYPE_CHECKING:
+    from dora.environments.mcp_tools import EpisodeTools, McpServers
 
 PROTOCOL = 1
 
@@ -59,14 +64,15 @@ Reply = dict[str, Any]
 
 
 class CallFailed(Exception):
-    """A call that failed its episode: `cause` is "raised", "timeout" or "invalid"."""
+    """A call that failed its episode: `cause` is "raised", "timeout", "invalid" or "host"."""
 
-    def __init__(self, cause: str, reason: str, *, stuck: bool = False) -> None:
+    def __init__(self, cause: str, reason: str, *, stuck: bool = False, loss: int = 0) -> None:
         super().__init__(reason)
-        self.reply = {"type": "failed", "cause": cause, "reason": reason, "stuck": stuck}
+        self.reply = {"type": "failed", "cause": cause, "reason": reason, "stuck": stuck, "loss": loss}
 
 
 def main() -> None:
+    began = time.monotonic()
     requests, replies = take_pipes()
     hello = read_frame(requests)
     if hello is None:
@@ -76,7 +82,25 @@ def main() -> None:
         make = build(setup)
         one = make()
     except ConfigError as err:
-        return write_frame(replies, _encode({"id": setup["id"], "type": "refused", "reason": str(err)}))
+        return _refuse(setup, replies, err)
+    asyncio.run(_serve(setup, make, one, requests, replies, began=began))
+
+
+async def _serve(
+    setup: dict[str, Any],
+    make: Callable[[], Environment],
+    one: Environment,
+    requests: BinaryIO,
+    replies: BinaryIO,
+    *,
+    began: float,
+) -> None:
+    """Connect the servers of tools, say that the host is ready, and serve. `began`: time at which the start began."""
+    try:
+        servers = await _connect(setup, one, left_s=setup.get("start_timeout_s", 0) - (time.monotonic() - began))
+    except ConfigError as err:
+        _refuse(setup, replies, err)
+        os._exit(0)  # the guards end the servers that have started
     gives_rewards = type(one).step is not ToolEnvironment.step
     traits = {
         "can_replay": bool(one.can_replay),
@@ -84,7 +108,22 @@ def main() -> None:
         "wants_tokens": bool(one.wants_tokens),
     }
     write_frame(replies, _encode({"id": setup["id"], "type": "ready", "protocol": PROTOCOL, **traits}))
-    asyncio.run(_Host(setup, make).serve(requests, replies))
+    await _Host(setup, make, servers).serve(requests, replies)
+
+
+async def _connect(setup: dict[str, Any], one: Environment, *, left_s: float) -> McpServers | None:
+    """Connect the MCP servers of `setup`, for environments like `one`; None if there are none."""
+    if not setup.get("mcp"):
+        return None
+    from dora.environments.mcp_tools import McpServers
+
+    servers = McpServers(setup["mcp"], field=f"{setup['field']}.mcp", timeout_s=max(left_s, 0.0))
+    await servers.connect(one)
+    return servers
+
+
+def _refuse(setup: dict[str, Any], replies: BinaryIO, err: ConfigError) -> None:
+    write_frame(replies, _encode({"id": setup["id"], "type": "refused", "reason": str(err)}))
 
 
 def build(setup: dict[str, Any]) -> Callable[[], Environment]:
@@ -117,14 +156,18 @@ class _Hosted:
 
     def __init__(self) -> None:
         self.environment: Environment | None = None  # until `start` has made it
+        self.tools: EpisodeTools | None = None  # of MCP servers
         self.call: asyncio.Task[None] | None = None
 
 
 class _Host:
     """The episodes of one process."""
 
-    def __init__(self, setup: dict[str, Any], make: Callable[[], Environment]) -> None:
+    def __init__(
+        self, setup: dict[str, Any], make: Callable[[], Environment], servers: McpServers | None = None
+    ) -> None:
         self._make = make
+        self._servers = servers
         self._limit_s: float = setup["call_timeout_s"]
         Environment.max_tokens = setup.get("max_tokens", 0)
         self._output_bytes: int = setup["output_bytes"]
@@ -174,6 +217,10 @@ class _Host:
 
     async def _start(self, request: dict[str, Any], episode: _Hosted) -> Reply:
         episode.environment = await asyncio.to_thread(self._make)
+        if self._servers is not None:
+            assert isinstance(episode.environment, ToolEnvironment)
+            episode.tools = self._servers.for_episode(request["row"])
+            episode.environment.served = await episode.tools.open()
         reset = await self._run(episode.environment.reset, request["row"])
         _require(reset, Reset, of=episode.environment.reset)
         told: Reply = {"type": "reset", "messages": list(reset.messages), "tools": list(reset.tools)}
@@ -226,10 +273,12 @@ class _Host:
             raise self._failure(err, of=function) from None
 
     def _failure(self, err: BaseException, *, of: object = None) -> CallFailed:
-        print_failure("a call failed", err)
         first = err
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
+        if isinstance(first, EnvironmentLost):
+            return CallFailed("host", str(first), loss=first.loss)
+        print_failure("a call failed", err)
         if isinstance(first, Blocked):
             where = place_of_error(first)
             reason = f"timed out after {self._limit_s:g} s, blocking all episodes of its host ({where})"
@@ -262,6 +311,8 @@ class _Host:
                 await self._limited(self._run, episode.environment.close)
             except CallFailed as err:
                 reply = err.reply
+        if episode.tools is not None:
+            await episode.tools.close()
         if reply_to is not None:
             self._send(reply_to, reply)
         elif reply["type"] == "failed":

@@ -207,6 +207,8 @@ class EnvironmentPool:
             reply = read_reply(await known.host.call({"episode": episode, **request}), expected=expected)
             known.host.num_stuck += isinstance(reply, FailedCall) and reply.stuck
             outcome = outcome_of(reply) if isinstance(reply, FailedCall) else reply
+            if isinstance(reply, FailedCall) and reply.cause == "host":
+                death = known.host.death_of(reply.loss)
             if isinstance(outcome, End) and outcome.reward is None and not known.is_graded:
                 outcome = EnvironmentFailed("invalid", _NO_REWARD)
             if isinstance(outcome, Observation | End):

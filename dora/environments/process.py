@@ -30,7 +30,8 @@ log = structlog.get_logger(__name__)
 #: Maximum size of a reply: the messages of `reset`, or an observation of 1 MiB with every byte escaped.
 REPLY_BYTES = 16 << 20
 
-#: A host must report that a call exceeded its time limit within this much more time; otherwise the host itself hangs.
+#: A host must report that a call, or the start of a server, exceeded its time limit within this much more time;
+#: otherwise the host itself hangs.
 _GRACE_S = 5.0
 
 #: Timeout for reading a reply that is already in the pipe.
@@ -99,6 +100,8 @@ class HostProcess:
         self.num_episodes = 0
         #: The sources and rows against which the loss of this host was counted.
         self.death = Death()
+        #: The last loss that the host survived, of a server of its tools: its number, and what it was counted against.
+        self._last_loss, self._last_death = 0, Death()
         #: Threads that never returned, and still take memory and time.
         self.num_stuck = 0
 
@@ -111,7 +114,7 @@ class HostProcess:
         limit_s = self._settings.start_timeout_s
         await self._process.spawn()
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s + (_GRACE_S if self._settings.mcp else 0.0)):
                 self._process.write(msgspec.json.encode({"id": 0, "type": "hello", **self._setup()}))
                 ready: Ready = decode(await self._process.read(), Ready)
         except TimeoutError:
@@ -138,6 +141,13 @@ class HostProcess:
             self._lose(ConnectionError(str(err)))
         return self._in_time(reply)
 
+    def death_of(self, loss: int) -> Death:
+        """Return what a loss that the host survived was counted against; episodes that failed by it have its number, or
+        0 if it has none."""
+        if not loss or loss != self._last_loss:
+            self._last_loss, self._last_death = loss, Death()
+        return self._last_death
+
     async def kill(self) -> None:
         """End the process; every pending call raises HostLost."""
         if self._reader is None:  # it was never ready
@@ -159,6 +169,8 @@ class HostProcess:
             "max_tokens": self._max_tokens,
             "output_bytes": settings.output_bytes,
             "reply_bytes": REPLY_BYTES,
+            "start_timeout_s": settings.start_timeout_s,
+            "mcp": [server.model_dump() for server in settings.mcp],
         }
 
     async def _refuse(self, end: asyncio.Task[None]) -> bytes:

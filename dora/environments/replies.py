@@ -15,9 +15,10 @@ from dora.environments.api import End, Message, Observation, Reset
 from dora.errors import ProtocolError, one_line
 from dora.tasks.rewards import LARGEST_REWARD
 
-#: `raised`: code of the user raised. `timeout`: a call did not return in time. `host`: the host process died.
-#: `invalid`: the reply, row or turn was not valid. `set_aside`: the row had failed too often. `no_place`: all hosts
-#: stayed full. `replay`: a new environment did not repeat what was recorded of the lost one.
+#: `raised`: code of the user raised. `timeout`: a call did not return in time. `host`: the host process died, or a
+#: server that it uses was lost. `invalid`: the reply, row or turn was not valid. `set_aside`: the row had failed too
+#: often. `no_place`: all hosts stayed full. `replay`: a new environment did not repeat what was recorded of the lost
+#: one.
 Cause = Literal["raised", "timeout", "host", "invalid", "set_aside", "no_place", "replay"]
 
 
@@ -53,9 +54,10 @@ class Ready(msgspec.Struct, frozen=True):
 class FailedCall(msgspec.Struct, frozen=True):
     """The reply to a call that failed its episode."""
 
-    cause: Literal["raised", "timeout", "invalid"]
+    cause: Literal["raised", "timeout", "invalid", "host"]
     reason: str
     stuck: bool = False  # a thread is left behind, which cannot be stopped
+    loss: int = 0  # of the cause `host`: number of the loss, which may have made other episodes fail, too
 
 
 #: Most tokens of a conversation.

@@ -178,6 +178,7 @@ NAMED = {
     "eval.sets.0.rewards.0.name": '"evil:grade"',
     "environment.name": '"../evil.py:Made"',
     "environment.command": '["sh", "-c", "id"]',
+    "environment.mcp.0.command": '["sh", "-c", "id"]',
     "environment.python": '"/tmp/python"',
     "environment.renderer.import_path": '"evil"',
     "tracking.trackers.0": '"evil:Tracker"',
@@ -192,6 +193,7 @@ WITH = {
     "eval.sets.0.source.name": ['eval.sets.0.source.kind="function"'],
     "eval.sets.0.rewards.0.name": ['eval.sets.0.rewards=[{kind="function"}]'],
     "environment.command": ['environment.name="task:Made"'],
+    "environment.mcp.0.command": ['environment.mcp=[{command=["true"]}]'],
     "environment.python": ['environment.name="task:Made"'],
     "environment.renderer.import_path": ['environment.name="task:Made"', 'environment.renderer={name="custom"}'],
 }

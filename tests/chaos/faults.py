@@ -24,6 +24,8 @@ from tests.chaos.recorded import read_frames, unpack
 from tests.chaos.session import DEADLY, LIVE, Session, Unexpected, intrude
 
 AGENT = json.dumps([sys.executable, str(Path(__file__).with_name("agent.py"))])
+LOOKUP = Path(__file__).parents[2] / "launch" / "agents" / "lookup_mcp.py"
+ROWS = f'{{kind = "function", name = "{LOOKUP}:rows", options = {{first = %d, count = 256}}}}'
 #: Settings of jobs by name; a driver takes one after the other.
 JOBS: Mapping[str, Mapping[str, object]] = {
     "ranks": {"trainer__ranks": 2},
@@ -37,6 +39,13 @@ JOBS: Mapping[str, Mapping[str, object]] = {
         "environment__episode_timeout_s": 300,
         "task__sources": '[{kind = "seeds"}]',
         "eval__sets": '[{prompts = 6, source = {kind = "seeds"}}]',
+    },
+    "mcp": {
+        "model__path": "seed-tools",
+        "environment__mcp": f'[{{command = ["{sys.executable}", "{LOOKUP}"], arguments = {{seed = "{{seed}}"}}}}]',
+        "environment__options": "{replays = true}",
+        "task__sources": f"[{ROWS % 0}]",
+        "eval__sets": f"[{{prompts = 6, source = {ROWS % 1_000}}}]",
     },
 }
 #: Moments for faults that the run must survive; its end comes only once.

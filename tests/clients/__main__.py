@@ -1,7 +1,8 @@
 """`python -m tests.clients [NAME...]`: each client plays EPISODES episodes against a model of random weights.
 
 An episode ends by itself, or at a limit; then its turns in the token store are as many as the replies that its client
-got, and the audit is clean. A client that cannot be installed is skipped by name. Exit code 1 if one fails.
+got, and the audit is clean. MCP servers are called by a host (mcp_servers.py). What cannot be installed is skipped by
+name. Exit code 1 if one fails.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from dora.core import events as ev
 from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import read_tokens
+from tests.clients import mcp_servers
+from tests.clients.mcp_servers import TIME
 from tests.clients.model import CONTEXT, make_model
 from tests.e2e.runs import settings
 
@@ -51,13 +54,13 @@ CLIENTS: Final = (
 )
 
 
-def installed(client: Client) -> Path | str:
-    """Return the Python that has a client; the reason if it cannot be installed."""
-    digest = hashlib.sha256(f"{sys.version_info[:2]} {client.requirement}".encode()).hexdigest()[:12]
-    folder = CACHE / f"{client.name}-{digest}"
+def installed(name: str, requirement: str) -> Path | str:
+    """Return the Python that has a client or server; the reason if it cannot be installed."""
+    digest = hashlib.sha256(f"{sys.version_info[:2]} {requirement}".encode()).hexdigest()[:12]
+    folder = CACHE / f"{name}-{digest}"
     if not (folder / "complete").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", client.requirement]
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *requirement.split()]
         try:
             done = subprocess.run(pip, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired:
@@ -121,13 +124,28 @@ def main(names: list[str]) -> int:
                 continue
             sys.stdout.write(f"{client.name}: {client.requirement}\n")
             sys.stdout.flush()
-            python = installed(client)
+            python = installed(client.name, client.requirement)
             if isinstance(python, str):
                 sys.stdout.write(f"  skipped, cannot be installed: {python}\n")
                 continue
             if problem := play(client, python, model=model, folder=Path(folder) / client.name):
                 sys.stdout.write(f"  FAILED: {problem}\n")
                 code = 1
+    return code or serve(names)
+
+
+def serve(names: list[str]) -> int:
+    """Call the tools of MCP servers; return the exit code."""
+    code = 0
+    pythons = {name: installed(name, wanted) for name, wanted in TIME.items() if not names or name in names}
+    host = installed(*next(iter(TIME.items()))) if pythons else ""
+    for name, python in pythons.items():
+        sys.stdout.write(f"{name}: {TIME[name]}\n")
+        if isinstance(python, str) or isinstance(host, str):
+            sys.stdout.write(f"  skipped, cannot be installed: {python if isinstance(python, str) else host}\n")
+        elif problem := mcp_servers.play(python, host):
+            sys.stdout.write(f"  FAILED: {problem}\n")
+            code = 1
     return code
 
 

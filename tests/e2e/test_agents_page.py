@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,25 @@ def test_the_program_of_the_example_is_trained_by_itself(shop: Path) -> None:
     finished = events_of(RunFolder(root), CallFinished)
     assert [event.failed for event in finished if event.failed] == []
     assert {event.reward for event in finished if event.ended} == {0.0}
+    assert_audit_clean(RunFolder(root))
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1200)
+def test_the_server_of_the_example_serves_a_run(shop: Path) -> None:
+    [server] = [text for text in blocks("python", REST) if "MCPServer" in text]
+    [job] = [text for text in blocks("toml", REST) if "environment.mcp = " in text]
+    [commands] = [text for text in blocks("", REST) if "mcp.toml" in text]
+    (shop / "prices.py").write_text(server)
+    (shop / "mcp.toml").write_text(job.replace('"python"', f'"{sys.executable}"'))
+    for line in commands.splitlines():
+        name, *arguments = line.partition("#")[0].split()
+        assert name == "dora"
+        result = run_to_end(*arguments, *settings(**SIZES), cwd=shop, timeout_s=600)
+        assert result.returncode == 0, result.stderr
+        assert arguments[0] == "run" or re.search(r"^ *tools +price$", result.stdout, re.MULTILINE), result.stdout
+    [root] = (shop / "runs").iterdir()
+    assert len(events_of(RunFolder(root), StepTrained)) == 2
     assert_audit_clean(RunFolder(root))
 
 

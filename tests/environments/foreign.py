@@ -44,6 +44,9 @@ def answer(request: dict) -> None:
             send({"id": id, "type": "reset", "messages": [{"role": "user", "content": "hello"}]})
         case "step", "unknown cause":
             send({"id": id, "type": "failed", "cause": "mood", "reason": "no"})
+        case "step", "one loss" | "losses":
+            loss = 1 if FAULT == "one loss" else 0
+            send({"id": id, "type": "failed", "cause": "host", "reason": "a server was lost", "loss": loss})
         case "step", "infinite":
             sys.stdout.buffer.write(struct.pack(">I", 40) + b'{"id":%2d,"type":"end","reward":  1e999 }' % id)
             sys.stdout.buffer.flush()

@@ -88,6 +88,21 @@ async def test_a_reply_that_is_none_fails_its_episode_alone(fault: str, reason: 
         assert (await pool.step(2, Turn("x"))).cause == "invalid"  # the same host
 
 
+@pytest.mark.parametrize("fault", ["one loss", "losses"])
+async def test_failures_by_one_loss_that_the_host_survived_count_as_one(fault: str):
+    async def fail(pool: EnvironmentPool) -> None:
+        for episode in range(60):  # more than half of the last hundred
+            await begin(pool, episode)
+            assert await pool.step(episode, Turn("x")) == EnvironmentFailed("host", "a server was lost")
+
+    async with foreign(fault) as pool:
+        if fault == "one loss":
+            await fail(pool)
+        else:
+            with pytest.raises(RunFailed, match="51 of the last 51 episodes of source 's' failed"):
+                await fail(pool)
+
+
 async def test_a_reset_that_is_none_fails_its_episode():
     async with foreign("reset with a bad message") as pool:
         failed = await begin(pool, 1)
@@ -189,4 +204,12 @@ async def test_a_package_that_is_missing_there_is_named(tmp_path, file):
     python = venv_with(tmp_path / "venv")
     with pytest.raises(ConfigError, match=r"tools cannot be created \(ModuleNotFoundError: No module named 'pydantic'"):
         async with EnvironmentPool(EnvironmentConfig(name=f"{file}:tools", python=python)):
+            pass
+
+
+async def test_servers_of_tools_need_their_package_there(tmp_path):
+    needed = ("pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection")
+    settings = EnvironmentConfig(mcp=({"command": ("true",)},), python=venv_with(tmp_path / "venv", *needed))
+    with pytest.raises(ConfigError, match=r"^environment.mcp: mcp is not installed; run pip install 'dora-rl\[mcp\]'"):
+        async with EnvironmentPool(settings):
             pass
