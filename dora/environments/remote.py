@@ -62,12 +62,15 @@ async def serve_hosts(
 
     try:
         tell(f"environments of a controller at {hub.start()}, at most {max_hosts} hosts of {memory_mb} MB")
-        serving: list[asyncio.Task[Any]] = [asyncio.create_task(one) for one in (accept(), hub.watch(), stop.wait())]
+        watching = asyncio.create_task(hub.watch(), name="host-beats")
+        accepting = asyncio.create_task(accept(), name="host-lines")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
-            await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([watching, accepting, stopping], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _cancel(*serving, *hosts)
-        for task in serving:
+            await _cancel(accepting, stopping, *hosts)
+            await _cancel(watching)  # last: the lines are alive until their hosts have ended
+        for task in (watching, accepting):
             if not task.cancelled():
                 task.result()
     finally:
@@ -178,9 +181,8 @@ async def carry_host(address: str, *, token: str) -> None:
         receiving = asyncio.create_task(_write_replies(line, replies), name="host-replies")
         try:
             await asyncio.wait([sending, receiving], return_when=asyncio.FIRST_COMPLETED)
-            for task in (receiving, sending):
-                if task.done():
-                    return task.result()
+            if not requests.at_eof():  # otherwise the host has ended because it should
+                (receiving if receiving.done() else sending).result()
         finally:
             await _cancel(sending, receiving)
             replies.close()

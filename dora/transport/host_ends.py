@@ -203,15 +203,13 @@ class HostConnection:
 
     async def _follow(self, monitor: zmq.asyncio.Socket) -> None:
         """Open the host on each new connection."""
-        poller = zmq.asyncio.Poller()
-        poller.register(self._dealer, zmq.POLLOUT)
         try:
             while True:
                 event = parse_monitor_message(await monitor.recv_multipart())["event"]
                 self._is_open = False
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self._num_failed = 0
-                    await poller.poll(1000 * BEAT_S)  # if it is not writable by then, the next beat asks
+                    self._dealer.getsockopt(zmq.EVENTS)  # has it learn of the connection
                     self._ask()
                 elif event & FAILED_HANDSHAKES:
                     self._num_failed += 1
