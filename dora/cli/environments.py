@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
+from dora.cli.joining import is_address, read_token
 from dora.cli.output import tell
-from dora.config.load import read_secret
 from dora.environments.remote import carry_host, serve_hosts
 from dora.errors import ConfigError
-
-_ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:,/]+):\d{1,5}")
 
 
 def serve(
@@ -48,14 +43,13 @@ def connect(address: str, *, token_file: Path | None) -> None:
 
 
 def _token(file: Path | None) -> str:
-    environ = {**os.environ, "DORA_TOKEN": "", "DORA_TOKEN_FILE": str(file)} if file else os.environ
-    if (token := read_secret("DORA_TOKEN", environ)) is None:
+    if (token := read_token(file)) is None:
         raise ConfigError("there is no token: give both sides a file with the same one, as --token-file FILE")
     return token
 
 
 def _checked(address: str, field: str) -> str:
     address = address.removeprefix("tcp://")
-    if not _ADDRESS.fullmatch(address) or int(address.rpartition(":")[2]) > 65_535:
+    if not is_address(address):
         raise ConfigError(f"{field}: {address} is not an address; write it as HOST:PORT")
     return address

@@ -51,9 +51,9 @@ async def serve_hosts(
     argv = [str(memory_mb), "", *(command or host_command(python))]
     hosts: set[asyncio.Task[None]] = set()
 
-    async def accept() -> None:
+    async def admit() -> None:
         number = 0
-        async for line in hub.accept():
+        async for line in hub.admit():
             number += 1
             tell(f"host {number} starts")
             task = asyncio.create_task(_run_host(line, hub, argv, memory_mb=memory_mb, number=number, tell=tell))
@@ -63,14 +63,14 @@ async def serve_hosts(
     try:
         tell(f"environments of a controller at {hub.start()}, at most {max_hosts} hosts of {memory_mb} MB")
         watching = asyncio.create_task(hub.watch(), name="host-beats")
-        accepting = asyncio.create_task(accept(), name="host-lines")
+        admitting = asyncio.create_task(admit(), name="host-lines")
         stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
-            await asyncio.wait([watching, accepting, stopping], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([watching, admitting, stopping], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _cancel(accepting, stopping, *hosts)
+            await _cancel(admitting, stopping, *hosts)
             await _cancel(watching)  # last: the lines are alive until their hosts have ended
-        for task in (watching, accepting):
+        for task in (watching, admitting):
             if not task.cancelled():
                 task.result()
     finally:

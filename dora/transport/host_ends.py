@@ -66,7 +66,7 @@ class HostHub:
             raise ConfigError(f"--listen {self._address}: {err}; write it as HOST:PORT, with a free port") from err
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
 
-    async def accept(self) -> AsyncIterator[HostLine]:
+    async def admit(self) -> AsyncIterator[HostLine]:
         """Yield each new line. All lines are read here; `forget` each one."""
         while True:
             identity, *frames = await self._router.recv_multipart()

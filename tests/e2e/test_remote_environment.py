@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,7 +46,7 @@ def relay_to(port: int) -> Iterator[CuttingRelay]:
 def job(folder: Path, port: int, server: Served, **changes: object) -> list[str]:
     line = program("connect", f"127.0.0.1:{port}", "--token-file", server.token)
     values = {"run__folder": folder / "runs", "status__port": 0, "run__steps": 3, "rollout__groups_per_step": 6}
-    return [JOB, *settings(**{**values, "environment__command": line, **changes})]
+    return [JOB, *settings(**{**values, "environment__command": json.dumps(line), **changes})]
 
 
 def test_a_run_over_connections_that_are_cut_is_as_any_other(tmp_path: Path) -> None:

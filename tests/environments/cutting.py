@@ -50,7 +50,7 @@ class CuttingRelay:
             self.num_doubled += 1
         ends = (writer, *sinks)
         self._open.append(ends)
-        left = int(10 ** self._draw.uniform(2, 5.5))  # bytes, of both directions
+        left = int(10 ** self._draw.uniform(2, 5))  # bytes, of both directions
         budget = [left]
         self._start(self._relay(reader, sinks, ends, budget))
         self._start(self._relay(far_reader, [writer], ends, budget))
