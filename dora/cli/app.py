@@ -1,6 +1,7 @@
 """Defines the command line: commands, options, help texts and exit codes. Each command is implemented in its own file;
-the options of `dora instances`, of commands that run one process of a run, of those before the first run, and of those
-that need a workload are in instance_commands.py, processes.py, start_commands.py and workload_commands.py.
+the options of `dora environments`, of `dora instances`, of commands that run one process of a run, of those before the
+first run, and of those that need a workload are in environment_commands.py, instance_commands.py, processes.py,
+start_commands.py and workload_commands.py.
 
 Exit codes: 0 success, 1 failure, 2 invalid input, 3 the audit (in `dora audit`, or at the end of `dora run`) found a
 violation of C1, C2 or C3 that is not by design of the strategy, 130 interrupted. Errors are printed as one line per
@@ -18,6 +19,7 @@ from typing import Annotated
 
 import typer
 
+from dora.cli.environment_commands import environments
 from dora.cli.folder_commands import folders
 from dora.cli.instance_commands import instances
 from dora.cli.job_options import Answer, ConfigPath, Data, Model, Overrides, Prompt, Reward, TrustFolder, with_shorthand
@@ -286,6 +288,7 @@ def check(
         command(config, settings, push=push, measure=measure, recorded=recorded, sample=sample, json=json)
 
 
+app.add_typer(environments, name="environments")
 app.add_typer(folders)  # without a name: as if they were defined here
 app.add_typer(instances, name="instances")
 app.add_typer(processes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import socket
 import time
@@ -13,24 +12,21 @@ from pathlib import Path
 import uvloop
 
 from dora.app.node import run_node_process
+from dora.cli.joining import is_address, read_token
 from dora.cli.output import say, tell
-from dora.config.load import read_secret
 from dora.errors import ConfigError
 from dora.node.places import NODE_NAME
 
-MAX_PORT = 65_535
 #: Time in which the name of the controller must get an address, and the pause between two looks.
 NAME_TIMEOUT_S = 600.0
 NAME_PAUSE_S = 2.0
-_CONTROLLER = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:,/]+):\d{1,5}")
 
 
 def node(
     controller: str | None, *, token_file: Path | None, name: str | None, address: str | None, folder: Path
 ) -> None:
     controllers = _controllers(controller or os.environ.get("DORA_CONTROLLER", ""))
-    environ = {**os.environ, "DORA_TOKEN": "", "DORA_TOKEN_FILE": str(token_file)} if token_file else os.environ
-    token = read_secret("DORA_TOKEN", environ)
+    token = read_token(token_file)
     if token is None:
         raise ConfigError("DORA_TOKEN is not set: a node needs the token of the run; set it, or DORA_TOKEN_FILE")
     name = name or socket.gethostname()
@@ -60,7 +56,7 @@ def _controllers(text: str) -> tuple[str, ...]:
         raise ConfigError("DORA_CONTROLLER is not set: give the address of the controller as HOST:PORT")
     addresses = tuple(dict.fromkeys(word.strip().removeprefix("tcp://") for word in text.split(",")))
     for address in addresses:
-        if not _CONTROLLER.fullmatch(address) or int(address.rpartition(":")[2]) > MAX_PORT:
+        if not is_address(address):
             raise ConfigError(f"DORA_CONTROLLER: {address} is not an address; write it as HOST:PORT")
     return addresses
 

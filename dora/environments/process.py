@@ -87,7 +87,7 @@ class HostProcess:
             "host",
             max_bytes=REPLY_BYTES,
             argv=_argv(settings, number=number),
-            environment=_ENVIRONMENT,
+            environment=HOST_VARIABLES,
             on_output=on_output,
         )
         self._pending: dict[int, asyncio.Future[bytes]] = {}
@@ -226,12 +226,17 @@ class HostProcess:
 
 
 #: glibc reserves 64 MiB of address space for each arena, of which it makes up to 8 per core.
-_ENVIRONMENT = {"MALLOC_ARENA_MAX": "2"}
+HOST_VARIABLES = {"MALLOC_ARENA_MAX": "2"}
+
+
+def host_command(python: str) -> list[str]:
+    """Return the command that starts a host in Python with this copy of DORA; "": the interpreter of this process."""
+    return [python or sys.executable, "-c", _BOOTSTRAP, str(Path(__file__).parents[1])]
 
 
 def _argv(settings: EnvironmentConfig, *, number: int) -> list[str]:
-    python = [settings.python or sys.executable, "-c", _BOOTSTRAP, str(Path(__file__).parents[1])]
-    return [str(settings.memory_mb), _cores(settings.cores, number=number), *(settings.command or python)]
+    command = settings.command or host_command(settings.python)
+    return [str(settings.memory_mb), _cores(settings.cores, number=number), *command]
 
 
 def _cores(count: int, *, number: int) -> str:

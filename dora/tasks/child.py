@@ -109,9 +109,13 @@ class GuardedProcess:
 
     def write(self, body: bytes) -> None:
         """Send a frame. The buffer has no limit: wait for `drained`, or bound the number of unanswered requests."""
+        self.write_bytes(HEADER.pack(len(body)) + body)
+
+    def write_bytes(self, data: bytes) -> None:
+        """Send a part of a frame, or of several, as `write` does."""
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(HEADER.pack(len(body)) + body)
+        self._process.stdin.write(data)
 
     async def drained(self) -> None:
         assert self._process is not None
@@ -128,6 +132,12 @@ class GuardedProcess:
         if size > self._max_bytes:
             raise ProtocolError(f"{self.name} announced a reply of {size} bytes")
         return await stdout.readexactly(size)
+
+    async def read_bytes(self, size: int) -> bytes:
+        """Return at most `size` bytes of its frames; none if the process is gone."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        return await self._process.stdout.read(size)
 
     async def ending(self, err: Exception) -> str:
         """Kill the process after an error of `read` or `write`; return how it ended, with its last line of stderr."""

@@ -6,18 +6,23 @@ Needs root, podman with runc, and a mirror of Debian or the base that an earlier
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import psutil
 import pytest
 import yaml
 
+from dora.config.schema import EnvironmentConfig
+from dora.environments.api import Observation, Reset, Turn
+from dora.environments.pool import EnvironmentPool
 from dora.journal.run_folder import RunFolder
 from tests.containers.podman import IMAGE, ROOT, Container, NoImage, Podman, missing
-from tests.e2e.runs import assert_audit_clean, run_to_end, until
+from tests.e2e.runs import assert_audit_clean, run_to_end, until, until_gone
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(900)]
 
@@ -117,3 +122,45 @@ def test_the_default_job_learns_over_containers_that_share_nothing_but_a_network
     assert_audit_clean(folder)
     deep = run_to_end("audit", "--deep", str(folder.root))
     assert deep.returncode == 0, deep.stdout
+
+
+WORLD: Final = """
+import os
+from pathlib import Path
+from dora.environments.api import End, Environment, Observation, Reset
+
+class Look(Environment):
+    async def reset(self, row):
+        return Reset([{"role": "user", "content": "look"}])
+
+    async def step(self, turn):
+        seen = [str(os.getuid()), " ".join(sorted(os.listdir("/sys/class/net"))), str(Path(turn.content).exists())]
+        return Observation([{"role": "user", "content": "; ".join(seen)}])
+"""
+
+
+async def test_a_host_in_a_container_sees_no_files_and_no_network_and_ends_with_its_controller(
+    podman: Podman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = tmp_path / "world"
+    world.mkdir()
+    (world / "look.py").write_text(WORLD)
+    for folder in (world, tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        folder.chmod(0o755)
+    secret = tmp_path / "secret"
+    secret.touch()
+    for name in podman.environ.keys() - os.environ.keys():
+        monkeypatch.setenv(name, podman.environ[name])
+    own = ("--network=none", "--read-only", "--cap-drop=all", "--security-opt=no-new-privileges", "--no-healthcheck")
+    host = ("--entrypoint=python3", IMAGE, "-m", "dora.environments.host")
+    command = ("podman", "run", "--interactive", "--rm", *own, f"--volume={world}:/work:ro", *host)
+    settings = EnvironmentConfig(name="/work/look.py:Look", command=command, memory_mb=8_192)
+    async with EnvironmentPool(settings) as pool:
+        assert isinstance(await pool.start(0, {}, source="s", name="a"), Reset)
+        answer = await pool.step(0, Turn(str(secret)))
+        assert isinstance(answer, Observation)
+        assert answer.messages[0]["content"] == "10001; lo; False"
+        [container] = podman.call("ps", "--quiet").stdout.split()
+        inside = psutil.Process(int(podman.call("inspect", "--format={{.State.Pid}}", container).stdout))
+    until_gone([inside])
+    podman.call("rm", "--force", container)  # its monitor was ended, too, so that podman knows nothing of the end
