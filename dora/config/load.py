@@ -92,10 +92,22 @@ def load(
     match data:
         case {"environment": {"name": str(name)}, "task": dict(task)} if name:
             task.setdefault("rewards", [])  # the default is for tasks without an environment
+    _default_to_task_set(data)
     _refuse_hidden_preset(given, data["objective"], origins=origins, path=path)
     _refuse_secrets(data)
     add_secrets(data, environ)
     return validated(Config, data, path=path, origins=origins)
+
+
+def _default_to_task_set(data: dict[str, Any]) -> None:
+    """With a task set of verifiers, its own tasks take the place of the built-in ones."""
+    match data:
+        case {"environment": {"kind": "verifiers"}, "task": dict(task), "eval": dict(evaluation)}:
+            default = Config().model_dump(mode="json")
+            if task.get("sources") == default["task"]["sources"]:
+                task["sources"] = [{"kind": "verifiers"}]
+            if evaluation.get("sets") == default["eval"]["sets"]:
+                evaluation["sets"] = [{"source": {"kind": "verifiers", "split": "eval"}}]
 
 
 def validated(

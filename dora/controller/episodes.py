@@ -306,6 +306,7 @@ class Episodes:
             failed = self._observe(order, record, outcome)
         elif isinstance(outcome, End):
             reward, graded = outcome.reward or 0.0, outcome.reward is not None
+            record.terms = tuple(outcome.terms.items()) if graded else ()
         else:
             failed = f"{outcome.cause}: {outcome.reason}"
         if follows_turn:

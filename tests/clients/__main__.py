@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +20,7 @@ from typing import Any, Final
 from dora.core import events as ev
 from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
-from dora.journal.tokens import read_tokens
+from dora.journal.tokens import StoredAnswer, read_tokens
 from tests.clients.model import CONTEXT, make_model
 from tests.e2e.runs import settings
 
@@ -32,13 +33,22 @@ INSTALL_TIMEOUT_S: Final = 1_200.0
 RUN_TIMEOUT_S: Final = 1_800.0
 
 
+VERIFIERS: Final = "verifiers==0.4.0 uv msgspec"
+
+
 @dataclass(frozen=True)
 class Client:
-    """What is installed, and the program that uses it."""
+    """What is installed, and the program that uses it; for verifiers, the task set."""
 
     name: str
     requirement: str
     program: str
+    model: str = ""  # "": one of random weights, which calls no tool
+
+    @property
+    def has_tasks(self) -> bool:
+        """Whether the program is a task set of verifiers; its reward is then also a checksum of tokens."""
+        return self.requirement == VERIFIERS
 
 
 CLIENTS: Final = (
@@ -46,16 +56,18 @@ CLIENTS: Final = (
     Client("openai-3", "openai>=3.50,<4", "openai_agent.py"),
     Client("smolagents", "smolagents[openai]==1.26.0", "smolagents_agent.py"),
     Client("mini-swe-agent", "mini-swe-agent==2.4.6", "mini_agent.py"),
+    Client("verifiers", VERIFIERS, "sum_tasks.py"),
+    Client("verifiers-tools", VERIFIERS, "tool_tasks.py", model="seed-tools"),
 )
 
 
 def installed(client: Client) -> Path | str:
     """Return the Python that has a client; the reason if it cannot be installed."""
     digest = hashlib.sha256(f"{sys.version_info[:2]} {client.requirement}".encode()).hexdigest()[:12]
-    folder = CACHE / f"{client.name}-{digest}"
+    folder = CACHE / f"{client.name.partition('-tools')[0]}-{digest}"
     if not (folder / "complete").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", client.requirement]
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *client.requirement.split()]
         try:
             done = subprocess.run(pip, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired:
@@ -68,18 +80,21 @@ def installed(client: Client) -> Path | str:
 
 def play(client: Client, python: Path, *, model: Path, folder: Path) -> str:
     """Let a client play; return what went wrong, or ""."""
-    options = f"{{command = {json.dumps([str(python), str(HERE / client.program)])}, warm = true}}"
+    context = CONTEXT if not client.model else 512
     values: dict[str, Any] = {
-        **{"run__folder": folder, "run__steps": STEPS, "status__port": 0, "eval__sets": "[]", "model__path": model},
-        **{"rollout__groups_per_step": GROUPS, "rollout__group_size": SIBLINGS, "rollout__max_staleness": 1},
-        **{"rollout__filter_zero_variance": False, "task__max_prompt_tokens": CONTEXT // 2},
-        **{"rollout__max_new_tokens": CONTEXT // 2, "engine__instances": 2, "engine__kv_tokens": 4 * CONTEXT},
         **{
-            "environment__options": options,
-            "environment__call_timeout_s": 300.0,
-            "environment__episode_timeout_s": 900.0,
+            "run__folder": folder,
+            "run__steps": STEPS,
+            "status__port": 0,
+            "eval__sets": "[]",
+            "model__path": client.model or model,
         },
-        **{"trainer__micro_batch_tokens": CONTEXT, "trainer__learning_rate": 1e-5},
+        **{"rollout__groups_per_step": GROUPS, "rollout__group_size": SIBLINGS, "rollout__max_staleness": 1},
+        **{"rollout__filter_zero_variance": False, "task__max_prompt_tokens": context // 2},
+        **{"rollout__max_new_tokens": context // 2, "engine__instances": 2, "engine__kv_tokens": 4 * context},
+        **{"environment__call_timeout_s": 300.0, "environment__episode_timeout_s": 900.0},
+        **{"trainer__micro_batch_tokens": context, "trainer__learning_rate": 1e-5},
+        **_environment_of(client, python),
     }
     command = [sys.executable, "-m", "dora", "run", "launch/configs/agent-cpu.toml", *settings(**values)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=RUN_TIMEOUT_S, check=False)
@@ -89,11 +104,28 @@ def play(client: Client, python: Path, *, model: Path, folder: Path) -> str:
     audit = subprocess.run(
         [sys.executable, "-m", "dora", "audit", str(root)], capture_output=True, text=True, cwd=ROOT, check=False
     )
-    return audit.stdout if audit.returncode else differences(RunFolder(root))
+    return audit.stdout if audit.returncode else differences(RunFolder(root), has_checksum=client.has_tasks)
 
 
-def differences(folder: RunFolder) -> str:
-    """Compare the rewards, which are the numbers of replies, with the turns in the token store."""
+def _environment_of(client: Client, python: Path) -> dict[str, Any]:
+    program = str(HERE / client.program)
+    if not client.has_tasks:
+        options = f"{{command = {json.dumps([str(python), program])}, warm = true}}"
+        return {"environment__options": options}
+    # The first time, uv installs what the program of a rollout needs.
+    own = {"environment__name": program, "environment__python": python, "environment__start_timeout_s": 600.0}
+    sources = "[{kind = 'verifiers'}]"
+    return {**own, "environment__kind": "verifiers", "environment__options": "{}", "task__sources": sources}
+
+
+def checksum(answer: StoredAnswer) -> float:
+    """Return a number from 0 to 1 that depends on the sampled tokens."""
+    return zlib.crc32(answer.tokens[answer.loss_mask == 1].astype("int32").tobytes()) % 1000 / 1000
+
+
+def differences(folder: RunFolder, *, has_checksum: bool = False) -> str:
+    """Compare the rewards, which are the numbers of replies, with the turns in the token store; and, with a checksum,
+    their tokens, and say if an episode forked."""
     ended, failed = {}, []
     for event, _ in Journal(folder.journal):
         if isinstance(event, ev.CallFinished) and event.failed:
@@ -101,7 +133,13 @@ def differences(folder: RunFolder) -> str:
         elif isinstance(event, ev.CallFinished) and event.graded:
             ended[event.trajectory] = event.reward
     stored = read_tokens(folder.tokens, wanted=set(ended)).answers
-    wrong = [t for t, replies in ended.items() if len(stored[t].observed) != replies]  # the prompt is one of them
+    if forked := [t for t in ended if has_checksum and stored[t].forks]:
+        return f"episodes forked: {forked}"
+    wrong = [
+        t
+        for t, replies in ended.items()
+        if abs(len(stored[t].observed) + has_checksum * checksum(stored[t]) - replies) > 1e-6
+    ]  # the prompt is one of the observations
     sys.stdout.write(
         f"  {len(ended)} episodes ended by themselves, {len(failed)} failed, of {STEPS * GROUPS * SIBLINGS}\n"
     )
