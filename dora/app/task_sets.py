@@ -27,9 +27,9 @@ def with_task_sets(stack: Any, config: Config) -> Config:
     if config.environment.kind != "verifiers":
         return config
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dora-tasks-")))
-    task, evaluation = config.task, config.eval
+    task, evaluation, name = config.task, config.eval, Path(config.environment.name).stem
     sources = tuple(
-        _as_file(source, config.environment, field=f"task.sources.{index}", path=folder / f"train-{index}.jsonl")
+        _as_file(source, config.environment, field=f"task.sources.{index}", path=folder / f"{name}-{index}.jsonl")
         for index, source in enumerate(task.sources if config.run.steps else ())
     )
     sets = tuple(
