@@ -72,12 +72,13 @@ class VerifiersTask(SelfDriven):
 
 async def _prepare(task_set: str, options: dict[str, Any], limit_s: float) -> None:
     """Check the task set, and install what its harness needs, which may be downloaded the first time."""
+    config = environment_of(task_set, options, limit_s=limit_s).config
     from verifiers.v1.runtimes import SubprocessConfig, provision_runtime
+    from verifiers.v1.utils.loaders import load_harness
 
-    environment = environment_of(task_set, options, limit_s=limit_s)
-    for harness in environment._harnesses.values():
+    for harness in config.agent_harnesses().values():
         async with provision_runtime(SubprocessConfig()) as runtime:
-            await harness.setup(runtime)
+            await load_harness(harness).setup(runtime)
 
 
 def _end_of(episode: Any) -> End:
