@@ -8,7 +8,7 @@
     the rollout's trace is its end       <-- rewards, or what went wrong
 
 Invariant: an episode is one rollout, which ends with it; what is no complete trace fails the episode, and is never a
-reward. Waits: for the server at most START_S; the host limits each call.
+reward. A host and its server end together. Waits: for the server at most START_S; the host limits each call.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, Final
 
-from dora.environments.agent import AgentFailed, Output, SelfDriven, kill_group, next_line, session_server, started
+from dora.environments.agent import AgentFailed, SelfDriven, kill_group, next_line, session_server, started
 from dora.environments.api import End
 from dora.environments.bootstrap import command_of
 from dora.environments.sessions import Session
@@ -31,8 +30,6 @@ from dora.environments.verifiers_peer import KEY, environment_of
 
 #: Seconds in which the server must answer: it imports verifiers, and starts the tool servers that rollouts share.
 START_S: Final = 60.0
-#: Seconds that a server has to end by itself.
-_GRACE_S: Final = 5.0
 
 
 class VerifiersTask(SelfDriven):
@@ -66,7 +63,7 @@ class VerifiersTask(SelfDriven):
                 "renderer_model_name": self._model,
             }
         )
-        server = await _server(self._served, key=sessions.shared[1])
+        server = _server(self._served, key=sessions.shared[1])
         return _end_of(await server.run(client, session.model, row))
 
 
@@ -92,7 +89,7 @@ def _end_of(episode: Any) -> End:
 
 
 class _RolloutServer:
-    """The server of the task set, and the client of all rollouts of this host."""
+    """The server of the task set, and the client of all rollouts of this host. The host ends with it."""
 
     def __init__(self, served: Mapping[str, Any], *, key: str) -> None:
         from verifiers.v1.serve import EnvClient
@@ -100,73 +97,51 @@ class _RolloutServer:
         self._folder = tempfile.mkdtemp(prefix="dora-verifiers-")  # of this user alone
         self._settings = {**served, "address": f"ipc://{self._folder}/server"}
         self._environment = {**os.environ, KEY: key}
-        self._client: Any = EnvClient(self._settings["address"])
-        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # how
+        self._client = EnvClient(self._settings["address"])
         self._life = asyncio.create_task(self._live(), name="server of verifiers")
-        self._is_up = asyncio.create_task(self._start(), name="start of the server of verifiers")
-
-    @property
-    def has_ended(self) -> bool:
-        return self._ended.done()
+        self._is_up = asyncio.create_task(self._until_up(), name="start of the server of verifiers")
 
     async def run(self, client: Any, model: str, task: Mapping[str, Any]) -> Any:
-        """Run a rollout, and return its episode; AgentFailed if the server ends, or refuses it."""
+        """Run a rollout, and return its episode; AgentFailed if the server refuses it."""
         from verifiers.v1.types import SamplingConfig
 
-        await self._or_end(asyncio.shield(self._is_up))
+        await asyncio.shield(self._is_up)
         try:
-            return await self._or_end(self._client.run(client, model, SamplingConfig(), dict(task)))
+            return await self._client.run(client, model, SamplingConfig(), dict(task))
         except RuntimeError as err:  # so the client reports what went wrong at the server
             raise AgentFailed(f"verifiers refused the rollout: {err}"[:1000]) from err
 
-    async def _or_end(self, awaited: Any) -> Any:
-        """Await something, unless the server ends first."""
-        task = asyncio.ensure_future(awaited)
-        first: list[asyncio.Future[Any]] = [task, self._ended]
-        try:
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-        finally:
-            task.cancel()
-        raise AgentFailed(f"the server of verifiers {self._ended.result()}; its output is in the log of the host")
-
-    async def _start(self) -> None:
+    async def _until_up(self) -> None:
         try:
             await self._client.wait_for_server_startup(timeout=START_S, interval=0.2)
         except TimeoutError:
-            self._life.cancel()
-            raise AgentFailed(f"the server of verifiers did not answer within {START_S:g} s") from None
+            self._end_host(f"did not answer within {START_S:g} s")
 
     async def _live(self) -> None:
         """Run its process to its end."""
         command = [*command_of(sys.executable, "dora.environments.verifiers_peer"), "serve", json.dumps(self._settings)]
         process, output = await started(command, self._environment)
-        try:
-            await _log(output)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), _GRACE_S)
-        finally:
-            kill_group(process.pid)
-            output.pipe.close()
-            code = await process.wait()
-            self._ended.set_result(f"ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}")
-            self._is_up.cancel()
-            await self._client.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+        while line := await next_line(output.lines):
+            sys.stderr.write(f"| {line.decode(errors='replace').rstrip()[:1000]}\n")
+        kill_group(process.pid)  # it has closed its output, so it has ended, or is of no use
+        code = await process.wait()
+        self._end_host(f"ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}")
+
+    def _end_host(self, why: str) -> None:
+        """End this process, as the client never hears of rollouts that the server has lost."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        sys.stderr.write(f"the server of verifiers {why}\n")
+        sys.stderr.flush()
+        os._exit(1)
 
 
-async def _log(output: Output) -> None:
-    while line := await next_line(output.lines):
-        sys.stderr.write(f"| {line.decode(errors='replace').rstrip()[:1000]}\n")
+_shared: dict[str, Any] = {}  # what this process has checked, and its server
 
 
-_shared: dict[str, Any] = {}  # the server of this process
-
-
-async def _server(served: Mapping[str, Any], *, key: str) -> _RolloutServer:
-    """Return the server of this host; another one if it has ended."""
-    server = _shared.get("server")
-    if not isinstance(server, _RolloutServer) or server.has_ended:
-        server = _shared["server"] = _RolloutServer(served, key=key)
+def _server(served: Mapping[str, Any], *, key: str) -> _RolloutServer:
+    """Return the server of this host, which is started by its first episode."""
+    if "server" not in _shared:
+        _shared["server"] = _RolloutServer(served, key=key)
+    server = _shared["server"]
+    assert isinstance(server, _RolloutServer)
     return server

@@ -22,6 +22,7 @@ from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import StoredAnswer, read_tokens
 from tests.clients.model import CONTEXT, make_model
+from tests.clients.task_sets import CHECKS
 from tests.e2e.runs import settings
 
 HERE: Final = Path(__file__).parent
@@ -51,12 +52,13 @@ class Client:
         return self.requirement == VERIFIERS
 
 
+TASK_SETS: Final = Client("verifiers", VERIFIERS, "sum_tasks.py")
 CLIENTS: Final = (
     Client("openai-2", "openai==2.54.0", "openai_agent.py"),
     Client("openai-3", "openai>=3.50,<4", "openai_agent.py"),
     Client("smolagents", "smolagents[openai]==1.26.0", "smolagents_agent.py"),
     Client("mini-swe-agent", "mini-swe-agent==2.4.6", "mini_agent.py"),
-    Client("verifiers", VERIFIERS, "sum_tasks.py"),
+    TASK_SETS,
     Client("verifiers-tools", VERIFIERS, "tool_tasks.py", model="seed-tools"),
 )
 
@@ -163,6 +165,22 @@ def main(names: list[str]) -> int:
                 continue
             if problem := play(client, python, model=model, folder=Path(folder) / client.name):
                 sys.stdout.write(f"  FAILED: {problem}\n")
+                code = 1
+        for name, check in CHECKS.items():
+            if names and name not in names:
+                continue
+            sys.stdout.write(f"{name}\n")
+            sys.stdout.flush()
+            python = installed(TASK_SETS)
+            if isinstance(python, str):
+                sys.stdout.write(f"  skipped, cannot be installed: {python}\n")
+                continue
+            own = Path(folder) / name
+            own.mkdir()
+            try:
+                check(python, own)
+            except AssertionError as err:
+                sys.stdout.write(f"  FAILED: {err}\n")
                 code = 1
     return code
 
