@@ -82,6 +82,7 @@ def load(
         _overlay(data, read_toml(source) if isinstance(source, Path) else source)
     if isinstance(data["task"], dict) and any(override.strip().startswith("task.rewards.") for override in overrides):
         data["task"].setdefault("rewards", rewards)
+    _default_to_task_set(data, overrides)
     given = deepcopy(data["objective"])
     origins: dict[str, str] = {}  # dotted key -> the --set that gave it
     for override in overrides:
@@ -92,17 +93,20 @@ def load(
     match data:
         case {"environment": {"name": str(name)}, "task": dict(task)} if name:
             task.setdefault("rewards", [])  # the default is for tasks without an environment
-    _default_to_task_set(data)
     _refuse_hidden_preset(given, data["objective"], origins=origins, path=path)
     _refuse_secrets(data)
     add_secrets(data, environ)
     return validated(Config, data, path=path, origins=origins)
 
 
-def _default_to_task_set(data: dict[str, Any]) -> None:
-    """With a task set of verifiers, its own tasks take the place of the built-in ones."""
+def _default_to_task_set(data: dict[str, Any], overrides: Sequence[str]) -> None:
+    """With a task set of verifiers, its own tasks take the place of the built-in ones, before the overrides."""
+    pairs = [override.partition("=") for override in overrides]
+    kinds = [value.strip(" \"'") for key, _, value in pairs if key.strip() == "environment.kind"]
     match data:
-        case {"environment": {"kind": "verifiers"}, "task": dict(task), "eval": dict(evaluation)}:
+        case {"environment": dict(environment), "task": dict(task), "eval": dict(evaluation)}:
+            if [environment.get("kind"), *kinds][-1] != "verifiers":
+                return
             default = Config().model_dump(mode="json")
             if task.get("sources") == default["task"]["sources"]:
                 task["sources"] = [{"kind": "verifiers"}]

@@ -23,6 +23,7 @@ def test_its_tasks_are_the_default_sources_and_nothing_else_grades():
     assert not config.task.rewards
     assert config.environment.own_prompts
     assert not job("eval.sets=[]").eval.sets
+    assert job("eval.sets.0.prompts=2", 'environment.kind = "verifiers"').eval.sets[0].source.kind == "verifiers"
 
 
 @pytest.mark.parametrize(
