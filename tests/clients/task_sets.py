@@ -65,7 +65,7 @@ def kills(python: Path, folder: Path) -> None:
 
 def learns(python: Path, folder: Path) -> None:
     """The job with a tool, shortened; its log-probs are computed again."""
-    values = _values(python, folder, steps=16) | {"eval__sets__0__prompts": 64}
+    values = _values(python, folder, steps=16) | {"eval__sets__0__prompts": 64, "trainer__learning_rate": 2e-3}
     del values["rollout__filter_zero_variance"]
     done = run_to_end("run", JOB, *settings(**values), cwd=ROOT, timeout_s=3_000.0)
     assert done.returncode == 0, done.stderr
