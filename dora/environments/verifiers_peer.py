@@ -50,9 +50,11 @@ def environment_of(name: str, options: Mapping[str, Any], *, limit_s: float) -> 
     _require_packages()
     from verifiers.v1.utils import loaders
 
-    name = _importable(name)
+    given, name = name, _importable(name)
     with _errors(name):
         _require_known(name, loaders)
+        if name != given and (found := loaders.import_taskset(name).__file__) != str(Path(given).resolve()):
+            raise ConfigError(f"environment.name: {given} would be imported as {name}, which is {found}; rename it")
         kind = loaders.env_config_type(name)
         roles = [role for role, field in kind.model_fields.items() if _is_agent(field.default)]
         if len(roles) != 1:

@@ -116,6 +116,7 @@ class _RolloutServer:
             await self._client.wait_for_server_startup(timeout=START_S, interval=0.2)
         except TimeoutError:
             self._end_host(f"did not answer within {START_S:g} s")
+        shutil.rmtree(self._folder, ignore_errors=True)  # the client is connected, and does not connect again
 
     async def _live(self) -> None:
         """Run its process to its end."""

@@ -80,6 +80,15 @@ def test_what_is_wrong_with_it_is_one_line_before_anything_starts(changes: tuple
 
 
 @pytest.mark.usefixtures("fake")
+def test_a_file_that_would_be_taken_for_another_module_is_refused(tmp_path: Path):
+    (tmp_path / "json.py").touch()
+    with pytest.raises(ConfigError, match=r"json.py would be imported as json, which is .*; rename it"):
+        rows_of(job(name=str(tmp_path / "json.py")))
+    (tmp_path / "sums.py").touch()
+    assert len(rows_of(job(name=str(tmp_path / "sums.py")))) == 2
+
+
+@pytest.mark.usefixtures("fake")
 def test_task_sets_in_containers_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("BOXED", "1")
     with pytest.raises(ConfigError, match=r"^environment.name: task set 'sums' needs containers, which are not"):

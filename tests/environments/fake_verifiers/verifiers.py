@@ -4,6 +4,7 @@ A task: `turns` to ask for, each with the tokens before it and one more; `reward
 """
 
 import asyncio
+import importlib
 import json
 import os
 import sys
@@ -90,8 +91,12 @@ class provision_runtime:
         pass
 
 
+def import_taskset(name):
+    return importlib.import_module(name)
+
+
 def taskset_class(name):
-    if name in ("sums", "duet"):
+    if name in ("sums", "duet") or name in sys.stdlib_module_names:
         return Taskset
     try:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name.replace("-", "_"))
@@ -125,7 +130,7 @@ def load_harness(config):
     return _Harness()
 
 
-# --- the server, which reads one run from each connection ------------------------------------------------------------
+# --- the server, and its client, which has one connection ------------------------------------------------------------
 
 
 def serve_env(*, max_workers, address, config, death_pipe):
@@ -134,31 +139,33 @@ def serve_env(*, max_workers, address, config, death_pipe):
 
 
 async def _serve(path):
-    server = await asyncio.start_unix_server(_run, path)
+    server = await asyncio.start_unix_server(_read, path)
     await server.serve_forever()
 
 
-async def _run(reader, writer):
-    if not (line := await reader.readline()):
-        return writer.close()  # it only asked whether somebody listens
-    run = json.loads(line)
-    task = run["task"]
-    rewards, errors = {"right": task["reward"], "unscored": None}, []
+async def _read(reader, writer):
+    async with asyncio.TaskGroup() as group:
+        while line := await reader.readline():
+            group.create_task(_run(json.loads(line), writer))
+
+
+async def _run(run, writer):
+    task, told = run["task"], {"ok": True, "rewards": {}, "errors": []}
     if task.get("how") == "dies":
         os._exit(3)
     tokens = [1, 2]
     for _ in range(task["turns"]):
         tokens += [*await asyncio.to_thread(_ask, run, tokens), 3]
-    if task.get("how") == "dies late":
-        os._exit(4)
-    if task.get("how") == "fails":
-        errors = [{"type": "TaskError", "message": "no such level"}]
-    if task.get("how") == "refused":
-        writer.write(b'{"refused": "ValueError: bad task"}\n')
-    else:
-        rewards = {} if task.get("how") == "unscored" else rewards
-        writer.write(json.dumps({"ok": not errors, "rewards": rewards, "errors": errors}).encode() + b"\n")
-    writer.close()
+    match task.get("how"):
+        case "dies late":
+            os._exit(4)
+        case "fails":
+            told = {"ok": False, "rewards": {}, "errors": [{"type": "TaskError", "message": "no such level"}]}
+        case "refused":
+            told = {"refused": "ValueError: bad task"}
+        case None:
+            told["rewards"] = {"right": task["reward"], "unscored": None}
+    writer.write(json.dumps({"id": run["id"], **told}).encode() + b"\n")
 
 
 def _ask(run, tokens):
@@ -172,26 +179,30 @@ def _ask(run, tokens):
 class EnvClient:
     def __init__(self, address):
         self.path = address.removeprefix("ipc://")
+        self.waiting = {}
 
     async def wait_for_server_startup(self, timeout, interval):
         async with asyncio.timeout(timeout):
             while True:
                 try:
-                    _, writer = await asyncio.open_unix_connection(self.path)
-                    return writer.close()
+                    reader, self.writer = await asyncio.open_unix_connection(self.path)
                 except OSError:
                     await asyncio.sleep(interval / 10)
+                else:
+                    self.receiving = asyncio.create_task(self._receive(reader))
+                    return
+
+    async def _receive(self, reader):
+        while line := await reader.readline():
+            told = json.loads(line)
+            self.waiting[told["id"]].set_result(told)  # of rollouts that the server has lost it never hears
 
     async def run(self, client, model, sampling, task):
-        reader, writer = await asyncio.open_unix_connection(self.path)
-        asked = {"client": client.model_dump(), "model": model, "task": task}
-        writer.write(json.dumps(asked).encode() + b"\n")
-        try:
-            if not (line := await reader.readline()):
-                await asyncio.Event().wait()  # as the client of verifiers, which never hears of the server's end
-        finally:
-            writer.close()
-        told = json.loads(line)
+        number = len(self.waiting)
+        reply = self.waiting[number] = asyncio.get_running_loop().create_future()
+        asked = {"id": number, "client": client.model_dump(), "model": model, "task": task}
+        self.writer.write(json.dumps(asked).encode() + b"\n")
+        told = await reply
         if "refused" in told:
             raise RuntimeError(told["refused"])
         rewards = {
@@ -199,6 +210,3 @@ class EnvClient:
         }
         errors = [SimpleNamespace(**error) for error in told["errors"]]
         return SimpleNamespace(ok=told["ok"], errors=[], traces=[SimpleNamespace(rewards=rewards, errors=errors)])
-
-    async def close(self):
-        pass
