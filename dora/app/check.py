@@ -114,7 +114,9 @@ async def check(config: Config, report: Report, *, push: bool = False, measure: 
         report_job(config, report)
         return Checked(is_all_here=False)
     async with AsyncExitStack() as stack:
-        inputs, episodes = await enter_inputs(stack, config, own_prompts=False)
+        # A rollout may take seconds until it asks for something, so one of each source is begun, as by a run.
+        own_prompts = config.environment.kind == "verifiers"
+        inputs, episodes = await enter_inputs(stack, config, own_prompts=own_prompts)
         settings = settings_of(config, eval_prompt_tokens=inputs.evaluations.prompt_tokens)
         require_free_ports(config)
         require_engine(config)

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from dora.app.inputs import Inputs, open_inputs
+from dora.app.task_sets import hosted, with_task_sets
 from dora.config.schema import Config
 from dora.controller.episodes import Conversations
 from dora.environments.pool import EnvironmentPool
@@ -32,6 +33,7 @@ async def enter_inputs(
 
     `own_prompts`: episodes may begin with prompts of their own, which are not known yet; else one is begun for each.
     """
+    config = await asyncio.to_thread(with_task_sets, stack, config)
     episodes = await _enter_environment(stack, config, own_prompts=own_prompts and config.environment.own_prompts)
     converse = episodes.converse if episodes is not None else None
     return await asyncio.to_thread(open_inputs, config, converse=converse), episodes
@@ -44,7 +46,8 @@ async def _enter_environment(stack: AsyncExitStack, config: Config, *, own_promp
     model = model_folder(config.model.path, revision=config.model.revision)
     tokenizer = await asyncio.to_thread(load_tokenizer, model, thinking=config.model.thinking)
     renderer = await asyncio.to_thread(open_renderer, tokenizer, settings=config.environment.renderer)
-    pool = await stack.enter_async_context(EnvironmentPool(config.environment, max_tokens=config.longest_request))
+    settings = hosted(config.environment, model=model, renderer=renderer.settings)
+    pool = await stack.enter_async_context(EnvironmentPool(settings, max_tokens=config.longest_request))
     if not (pool.gives_rewards or config.task.rewards):
         raise ConfigError(
             f"task.rewards: {config.environment.name} ends its episodes without a reward of its own, so they must be "

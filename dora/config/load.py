@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Final, TypeVar, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -82,6 +82,7 @@ def load(
         _overlay(data, read_toml(source) if isinstance(source, Path) else source)
     if isinstance(data["task"], dict) and any(override.strip().startswith("task.rewards.") for override in overrides):
         data["task"].setdefault("rewards", rewards)
+    _default_to_own_rows(data, overrides)
     given = deepcopy(data["objective"])
     origins: dict[str, str] = {}  # dotted key -> the --set that gave it
     for override in overrides:
@@ -96,6 +97,29 @@ def load(
     _refuse_secrets(data)
     add_secrets(data, environ)
     return validated(Config, data, path=path, origins=origins)
+
+
+#: By the kind of environment, the rows that take the place of the built-in tasks: sources and held-out sets.
+_OWN_ROWS: Final[Mapping[str, tuple[list[Any], list[Any]]]] = {
+    "verifiers": ([{"kind": "verifiers"}], [{"source": {"kind": "verifiers", "split": "eval"}}]),
+    "openenv": ([{"kind": "seeds"}], [{"source": {"kind": "seeds"}}]),
+}
+
+
+def _default_to_own_rows(data: dict[str, Any], overrides: Sequence[str]) -> None:
+    """With an environment that has tasks, these take the place of the built-in ones, before the overrides."""
+    pairs = [override.partition("=") for override in overrides]
+    kinds = [value.strip(" \"'") for key, _, value in pairs if key.strip() == "environment.kind"]
+    match data:
+        case {"environment": dict(environment), "task": dict(task), "eval": dict(evaluation)}:
+            kind = str([environment.get("kind"), *kinds][-1])
+            if kind not in _OWN_ROWS:
+                return
+            default, (sources, sets) = Config().model_dump(mode="json"), deepcopy(_OWN_ROWS[kind])
+            if task.get("sources") == default["task"]["sources"]:
+                task["sources"] = sources
+            if evaluation.get("sets") == default["eval"]["sets"]:
+                evaluation["sets"] = sets
 
 
 def validated(

@@ -344,8 +344,46 @@ def _tracking_problems(config: Config) -> Iterator[str]:
         yield f"tracking.trackers: {title} is listed twice"
 
 
+def _task_set_problems(config: Config) -> Iterator[str]:
+    environment, task = config.environment, config.task
+    sources = {f"task.sources.{i}": source for i, source in enumerate(task.sources)}
+    sets = {f"eval.sets.{i}.source": one.source for i, one in enumerate(config.eval.sets)}
+    if environment.kind != "verifiers":
+        for field in (field for field, source in (sources | sets).items() if source.kind == "verifiers"):
+            yield f'{field}.kind: tasks of verifiers are played by their task set; set environment.kind to "verifiers"'
+        return
+    if not environment.name:
+        yield "environment.name: kind 'verifiers' needs the id of a task set, or its FILE.py"
+    if environment.command:
+        yield "environment.command: kind 'verifiers' has a host of its own; remove the command"
+    for field, source in (sources | sets).items():
+        splits = ("train", "all") if field in sources else ("eval", "all")
+        if source.kind != "verifiers":
+            yield f"{field}.kind: '{source.kind}' has no tasks of the task set {environment.name}; use kind 'verifiers'"
+        elif source.split not in splits:
+            yield f"{field}.split: kind 'verifiers' has {' or '.join(splits)} here, not '{source.split}'"
+        elif field in sets and any(
+            "all" in (source.split, one.split) and one.options == source.options for one in task.sources
+        ):
+            yield f"{field}: task.sources trains on the same tasks; give it other options, or use splits train and eval"
+
+
+def _openenv_problems(config: Config) -> Iterator[str]:
+    environment = config.environment
+    if environment.kind != "openenv":
+        return
+    if not environment.name.startswith(("http://", "https://")):
+        yield f"environment.name: expected the http:// or https:// address of a server, got '{environment.name}'"
+    if environment.command:
+        yield "environment.command: kind 'openenv' has a host of DORA; remove the command"
+
+
 def _environment_problems(config: Config) -> Iterator[str]:
     environment = config.environment
+    yield from _task_set_problems(config)
+    yield from _openenv_problems(config)
+    if environment.kind != "python" and environment.mcp:
+        yield f"environment.mcp: kind '{environment.kind}' has tools of its own; remove the servers"
     if not environment.name:
         if any(source.kind == "seeds" for source in config.task.sources):
             yield "task.sources: rows of kind seeds have no prompt; name an environment that draws one"
@@ -354,7 +392,7 @@ def _environment_problems(config: Config) -> Iterator[str]:
         if config.objective.turn_rewards != "sum":
             yield "objective.turn_rewards: has no effect without environment.name; remove the key"
         return
-    if ":" not in environment.name and not environment.command:
+    if environment.kind == "python" and ":" not in environment.name and not environment.command:
         yield f"environment.name: expected FILE.py:name or module:name, got '{environment.name}'"
     if environment.capacity < config.rollout.group_size:
         yield (

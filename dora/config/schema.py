@@ -311,12 +311,15 @@ class TrainerConfig(Section):
 class SourceConfig(Section):
     """One source of prompts."""
 
-    kind: Literal["arithmetic", "reasoning_gym", "seeds", "jsonl", "parquet", "datasets", "function"] = "arithmetic"
+    kind: Literal["arithmetic", "reasoning_gym", "seeds", "jsonl", "parquet", "datasets", "function", "verifiers"] = (
+        "arithmetic"
+    )
     """`arithmetic`: the built-in long-tailed task. `reasoning_gym`: a dataset of that package, by name. `seeds`: rows
     with nothing but a `seed` and the `options`, for an environment that draws its task from them; training and held-out
     sets get different seeds. `jsonl`, `parquet`: a file. `datasets`: a data set on the Hugging Face hub, or a folder in
-    the same form. `function`: a function of yours that returns an iterable of rows. `reasoning_gym`, `parquet` and
-    `datasets` need an extra: `pip install 'dora-rl[reasoning-gym]'`, `[pyarrow]` or `[datasets]`."""
+    the same form. `function`: a function of yours that returns an iterable of rows. `verifiers`: the tasks of the task
+    set that is the environment. `reasoning_gym`, `parquet` and `datasets` need an extra: `pip install
+    'dora-rl[reasoning-gym]'`, `[pyarrow]` or `[datasets]`."""
     name: str = ""
     """Name of the dataset (`reasoning_gym`), or FILE.py:function (`function`)."""
     path: Path | None = None
@@ -324,7 +327,8 @@ class SourceConfig(Section):
     subset: str = ""
     """Subset (configuration) of the data set (`datasets`), such as "main". Empty: its default."""
     split: str = "train"
-    """Split of the data set (`datasets`), or a part of it, such as `train[:500]`. Only its files are downloaded."""
+    """Split of the data set (`datasets`), or a part of it, such as `train[:500]`. Only its files are downloaded. Of a
+    task set (`verifiers`): `eval` is every tenth task, `train` are the others, `all` are both."""
     revision: str = ""
     """Branch, tag or commit of an id on the hub (`datasets`). A run records and keeps the commit that it began with.
     Empty: the default branch."""
@@ -337,7 +341,8 @@ class SourceConfig(Section):
     """What the prompts ask for, in a sentence: the terminal, the page and `dora check` show it beside the run."""
     options: dict[str, Any] = Field(default={})
     """Further arguments of the source: parameters of the generator (`arithmetic`, `reasoning_gym`), columns of the rows
-    (`seeds`), or arguments of the function (`function`)."""
+    (`seeds`), arguments of the function (`function`), or configuration of the task set for this source alone, in
+    addition to `environment.options` (`verifiers`)."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Share of prompts drawn from this source, relative to the other sources."""
     label: str = ""
@@ -471,17 +476,23 @@ class McpServerConfig(Section):
 class EnvironmentConfig(Section):
     """The environment of episodes with several turns, in processes of its own (docs/ENVIRONMENTS-PROTOCOL.md)."""
 
+    kind: Literal["python", "verifiers", "openenv"] = "python"
+    """`python`: an `Environment`. `verifiers`: a task set of that package (docs/AGENTS.md), whose tasks are then the
+    default of `task.sources` and `eval.sets`. `openenv`: a server of OpenEnv; seeds are then the default of both."""
     name: str = ""
-    """FILE.py:name or module:name of a class or function that makes an `Environment`, once for each episode.
-    Empty: no environment; every episode is one answer to its prompt. With `mcp`: only the tools of the servers. An
-    environment needs an extra: `pip install 'dora-rl[renderers]'`."""
+    """FILE.py:name or module:name of a class or function that makes an `Environment`, once for each episode; the id of
+    a task set of verifiers, or its FILE.py; or the address of a server of OpenEnv. Empty: no environment; every episode
+    is one answer to its prompt. With `mcp`: only the tools of the servers. An environment needs an extra: `pip install
+    'dora-rl[renderers]'`."""
     options: dict[str, Any] = Field(default={})
-    """Arguments that the class or function is called with."""
+    """Arguments that the class or function is called with, the configuration of the task set, or what turns and
+    observations of the server are (docs/AGENTS.md)."""
     mcp: tuple[McpServerConfig, ...] = ()
     """MCP servers, whose tools a `ToolEnvironment` has in addition to its own."""
     python: str = ""
     """Python interpreter of the hosts (3.11 or later). It needs the packages of your code, but not DORA: only pydantic,
-    if you use `ToolEnvironment`. Empty: the interpreter of the run."""
+    if you use `ToolEnvironment`; verifiers, uv and msgspec for a task set; openenv-core for its servers. Empty: the
+    interpreter of the run."""
     command: tuple[str, ...] = ()
     """Command that starts a host written in another language, as a list of arguments; it replaces `python`
     (docs/ENVIRONMENTS-PROTOCOL.md)."""
@@ -526,7 +537,7 @@ class EnvironmentConfig(Section):
     @property
     def own_prompts(self) -> bool:
         """Whether each episode begins with a prompt of its own, the first request of a program that drives itself."""
-        return self.name == AGENT
+        return self.kind == "verifiers" or self.name == AGENT
 
 
 class EvalSetConfig(Section):

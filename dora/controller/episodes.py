@@ -29,6 +29,7 @@ from dora.environments.episode import Episode, conversation_of
 from dora.environments.pool import EnvironmentPool
 from dora.environments.renderer import Renderer, RenderingFailed
 from dora.environments.replies import EnvironmentFailed, Outcome
+from dora.errors import one_line
 from dora.tasks.prompts import Conversation
 
 log = structlog.get_logger(__name__)
@@ -309,6 +310,7 @@ class Episodes:
             failed = self._observe(order, record, outcome)
         elif isinstance(outcome, End):
             reward, graded = outcome.reward or 0.0, outcome.reward is not None
+            record.terms = tuple((one_line(name), value) for name, value in outcome.terms.items()) if graded else ()
         else:
             failed = f"{outcome.cause}: {outcome.reason}"
         if follows_turn:

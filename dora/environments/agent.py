@@ -42,42 +42,37 @@ class AgentFailed(Exception):
     """A program that cannot go on, which fails its episode."""
 
 
-class Agent(Environment):
-    """One episode of a program.
+class SelfDriven(Environment):
+    """One episode of a program that drives itself: a session, and what plays in it.
 
-    `command`: its arguments; of a program for each episode, {column} stands for that column of the row. `warm`: it
-    reads a line of JSON for each episode from stdin, {"episode": N, "row": {...}, "base_url": URL, "api_key": KEY}, any
-    number of them at a time, and prints {"episode": N, "reward": NUMBER or null} or {"episode": N, "error": TEXT}.
-    `strict`: requests that set what has no effect are refused. `replays`: the program makes the same requests again if
-    it gets the same replies, and does no harm by that; then an episode goes on after its host or the controller was
-    lost.
+    A subclass has `play`, which is given the session and plays the episode to its end, and `leave`, if more than the
+    task of `play` has to be ended with the episode.
     """
 
     wants_tokens: ClassVar = True
 
-    def __init__(self, command: Sequence[str], warm: bool = False, replays: bool = False, strict: bool = False) -> None:
-        if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
-            raise ValueError('command must be a list of texts, such as ["python", "agent.py"]')
-        self.can_replay = replays  # type: ignore[misc]  # here an option, and not of the class
-        self._command, self._is_warm, self._is_strict = tuple(command), warm, strict
+    def __init__(self, *, strict: bool = False) -> None:
+        self._is_strict = strict
         self._session: Session | None = None
-        self._program: _Program | None = None
-        self._running: asyncio.Task[float | None] | None = None
+        self._running: asyncio.Task[End] | None = None
+
+    async def play(self, session: Session, row: Mapping[str, Any]) -> End:
+        """Play an episode with the requests of its session; AgentFailed if that cannot go on."""
+        raise NotImplementedError
+
+    async def leave(self) -> None:
+        """End what `play` has started, once its task has ended."""
 
     async def reset(self, row: dict[str, Any]) -> Reset:
-        """Start the program, and wait for its first request."""
-        session = self._session = (await _server()).open(is_strict=self._is_strict, max_tokens=self.max_tokens)
-        if self._is_warm:
-            program = await _warm_program(self._command)
-            self._running = asyncio.create_task(program.run(session, row), name=f"episode of {session.url}")
-        else:
-            self._program = _Program(_filled(self._command, row), session)
-            self._running = asyncio.create_task(self._program.run(row), name=f"agent of {session.url}")
+        """Begin to play, and wait for the first request."""
+        server = await session_server()
+        session = self._session = server.open(is_strict=self._is_strict, max_tokens=self.max_tokens)
+        self._running = asyncio.create_task(self.play(session, row), name=f"episode of {session.url}")
         self._running.add_done_callback(self._on_end)
         try:
             asked = await session.next_request()
         except SessionEnded:
-            await self._reward(None)  # says why it ended, if it failed
+            await self._end(None)  # says why it ended, if it failed
             raise AgentFailed("the agent ended before its first request") from None
         if isinstance(asked, TokenRequest):
             return Reset([], tokens=asked.tokens, turn_tokens=asked.max_tokens)
@@ -90,7 +85,7 @@ class Agent(Environment):
         try:
             asked = await self._session.next_request()
         except SessionEnded as end:
-            return End(await self._reward(end.reward))
+            return await self._end(end.reward)
         if isinstance(asked, TokenRequest):
             return Observation([], tokens=asked.tokens, turn_tokens=asked.max_tokens)
         return Observation(self._session.recorded(asked.messages), rewrites=True, turn_tokens=asked.max_tokens)
@@ -101,27 +96,58 @@ class Agent(Environment):
             if self._session.counts:
                 told = ", ".join(f"{cause}: {count}" for cause, count in sorted(self._session.counts.items()))
                 sys.stderr.write(f"| session {self._session.number}: without effect, queued or repeated: {told}\n")
-            (await _server()).close(self._session)
+            (await session_server()).close(self._session)
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait([self._running])
-        if self._program is not None:
-            await self._program.kill()
+        await self.leave()
 
-    def _on_end(self, running: asyncio.Task[float | None]) -> None:
+    def _on_end(self, running: asyncio.Task[End]) -> None:
         if not running.cancelled():
-            running.exception()  # a failure is raised where the reward is awaited, if it is
+            running.exception()  # a failure is raised where the end is awaited, if it is
         if self._session is not None:
             self._session.end()
 
-    async def _reward(self, given: float | None) -> float | None:
-        """Return the reward: what the agent gave to its session, else what its program printed. AgentFailed if the
-        program failed."""
+    async def _end(self, given: float | None) -> End:
+        """Return the end: with the reward that the agent gave to its session, else that of `play`. AgentFailed if that
+        failed."""
         assert self._running is not None
         if given is not None:
             await asyncio.wait([self._running], timeout=GRACE_S)
-            return given
+            return End(given)
         return await self._running
+
+
+class Agent(SelfDriven):
+    """One episode of a program.
+
+    `command`: its arguments; of a program for each episode, {column} stands for that column of the row. `warm`: it
+    reads a line of JSON for each episode from stdin, {"episode": N, "row": {...}, "base_url": URL, "api_key": KEY}, any
+    number of them at a time, and prints {"episode": N, "reward": NUMBER or null} or {"episode": N, "error": TEXT}.
+    `strict`: requests that set what has no effect are refused. `replays`: the program makes the same requests again if
+    it gets the same replies, and does no harm by that; then an episode goes on after its host or the controller was
+    lost.
+    """
+
+    def __init__(self, command: Sequence[str], warm: bool = False, replays: bool = False, strict: bool = False) -> None:
+        super().__init__(strict=strict)
+        if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
+            raise ValueError('command must be a list of texts, such as ["python", "agent.py"]')
+        self.can_replay = replays  # type: ignore[misc]  # here an option, and not of the class
+        self._command, self._is_warm = tuple(command), warm
+        self._program: _Program | None = None
+
+    async def play(self, session: Session, row: Mapping[str, Any]) -> End:
+        """Start the program, or have the warm one serve the episode; the reward is what it prints."""
+        if self._is_warm:
+            return End(await (await _warm_program(self._command)).run(session, row))
+        self._program = _Program(_filled(self._command, row), session)
+        return End(await self._program.run(row))
+
+    async def leave(self) -> None:
+        """End the program if it has not ended."""
+        if self._program is not None:
+            await self._program.kill()
 
 
 class _Program:
@@ -131,13 +157,13 @@ class _Program:
         self._command = command
         self._session = session
         self._last = b""
-        self._output: _Output | None = None
+        self._output: Output | None = None
         self._reading: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self, row: Mapping[str, Any]) -> float | None:
         """Run it to its end; return the reward in its last line. AgentFailed unless its exit code is 0."""
-        process, self._output = await _started(self._command, _environment(self._session))
+        process, self._output = await started(self._command, _environment(self._session))
         self._process = process
         self._reading = asyncio.create_task(self._read(self._output.lines), name=f"output of {self._session.url}")
         assert process.stdin is not None
@@ -146,7 +172,7 @@ class _Program:
             await process.stdin.drain()
         process.stdin.close()
         code = await process.wait()
-        _kill_group(process.pid)  # what it has left behind, which may have its output open
+        kill_group(process.pid)  # what it has left behind, which may have its output open
         await self._end_of_output()
         if code:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
@@ -155,14 +181,14 @@ class _Program:
 
     async def _read(self, lines: asyncio.StreamReader) -> None:
         """Log what it prints, and keep the last line."""
-        while line := await _line(lines):
+        while line := await next_line(lines):
             self._last = line if line.strip() else self._last
             sys.stderr.write(f"| {line.decode(errors='replace').rstrip()[:1000]}\n")
 
     async def kill(self) -> None:
         """End it with all of its process group."""
         if self._process is not None and self._process.returncode is None:
-            _kill_group(self._process.pid)
+            kill_group(self._process.pid)
             await self._process.wait()
         await self._end_of_output()
 
@@ -187,7 +213,7 @@ class _WarmProgram:
 
     async def start(self) -> None:
         """Start it."""
-        self._process, output = await _started(self._command, _environment(None))
+        self._process, output = await started(self._command, _environment(None))
         self._reading = asyncio.create_task(self._read(output), name=f"lines of {self._command[0]}")
 
     async def run(self, session: Session, row: Mapping[str, Any]) -> float | None:
@@ -208,9 +234,9 @@ class _WarmProgram:
         finally:
             del self._waiting[number]
 
-    async def _read(self, output: _Output) -> None:
+    async def _read(self, output: Output) -> None:
         assert self._process is not None
-        while line := await _line(output.lines):
+        while line := await next_line(output.lines):
             try:
                 said = json.loads(line)
                 done, error, reward = self._waiting.get(said["episode"]), said.get("error"), _number(said.get("reward"))
@@ -231,7 +257,8 @@ class _WarmProgram:
                 done.set_exception(AgentFailed(f"{self._command[0]} ended with exit code {code}"))
 
 
-def _kill_group(leader: int) -> None:
+def kill_group(leader: int) -> None:
+    """Kill a process group, if it is there."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
@@ -265,16 +292,15 @@ def _environment(session: Session | None) -> dict[str, str]:
     return found
 
 
-class _Output(NamedTuple):
+class Output(NamedTuple):
     """What a program prints. Its pipe is not that of asyncio, which would wait for all that have it open."""
 
     lines: asyncio.StreamReader
     pipe: asyncio.ReadTransport
 
 
-async def _started(
-    command: Sequence[str], environment: Mapping[str, str]
-) -> tuple[asyncio.subprocess.Process, _Output]:
+async def started(command: Sequence[str], environment: Mapping[str, str]) -> tuple[asyncio.subprocess.Process, Output]:
+    """Start a program in a process group of its own; AgentFailed if that is not possible."""
     ours, theirs = os.pipe()
     lines = asyncio.StreamReader(limit=MAX_LINE)
     loop = asyncio.get_running_loop()
@@ -292,10 +318,10 @@ async def _started(
         raise AgentFailed(f"{command[0]} cannot be started: {err.strerror}") from err
     finally:
         os.close(theirs)
-    return process, _Output(lines, pipe)
+    return process, Output(lines, pipe)
 
 
-async def _line(stream: asyncio.StreamReader) -> bytes:
+async def next_line(stream: asyncio.StreamReader) -> bytes:
     """Return the next line, or of a longer one its next part; b"" at the end."""
     try:
         return await stream.readuntil()
@@ -308,7 +334,7 @@ async def _line(stream: asyncio.StreamReader) -> bytes:
 _shared: dict[str, Any] = {}  # the server of this process, and its warm programs by command
 
 
-async def _server() -> SessionServer:
+async def session_server() -> SessionServer:
     """Return the server of this process, which listens from the first episode on."""
     async with _shared.setdefault("lock", asyncio.Lock()):
         if "server" not in _shared:

@@ -27,9 +27,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
 from dora.functions import definition_of
@@ -98,6 +98,7 @@ class End:
 
     reward: float | None = None  # reward of the last turn; None: the whole episode is graded by the task's rewards
     messages: Sequence[Message] = ()  # for logs; the policy does not see them
+    terms: Mapping[str, float] = field(default_factory=dict)  # for logs: what the reward is the sum of, by name
 
 
 class Environment:

@@ -144,6 +144,8 @@ def build(setup: dict[str, Any]) -> Callable[[], Environment]:
         one = make()
         if isinstance(one, ToolEnvironment):
             one.schemas()
+    except ConfigError:  # of an environment of DORA, which names the field
+        raise
     except Exception as err:  # user code may raise anything
         raise ConfigError(
             f"{field}.name: {setup['environment']} cannot be created ({describe(err, of=maker)})"
@@ -232,7 +234,8 @@ class _Host:
         _require(result, (Observation, End), of=episode.environment.step)
         if isinstance(result, End):
             messages = cut_messages(result.messages, limit=self._output_bytes)
-            return {"type": "end", "messages": messages, "reward": result.reward}
+            ended: Reply = {"type": "end", "messages": messages, "reward": result.reward}
+            return ended | ({"terms": dict(result.terms)} if result.terms else {})
         told: Reply = {"type": "observation", "messages": [], "reward": result.reward, **_limit(result)}
         if result.tokens:
             return told | {"tokens": list(result.tokens)}

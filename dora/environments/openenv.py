@@ -1,9 +1,9 @@
 """Environments of OpenEnv, behind their servers, as episodes: one session of the server for each.
 
     [environment]
-    name = "dora.environments.openenv:OpenEnv"
+    kind = "openenv"
+    name = "http://127.0.0.1:8000"
     python = "openenv/bin/python"  # has openenv-core
-    options = { url = "http://127.0.0.1:8000" }
 
 What a turn becomes follows from the server's schema of actions. If an action has one field, and that is text, the turn
 is that text. If actions call tools of the server, these are tools of the policy. Any other action is the arguments of

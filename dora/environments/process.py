@@ -11,12 +11,12 @@ import asyncio
 import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
 
+from dora.environments.bootstrap import command_of
 from dora.environments.failures import Death
 from dora.environments.replies import Head, Ready, decode
 from dora.errors import ConfigError, ProtocolError
@@ -36,17 +36,6 @@ _GRACE_S = 5.0
 
 #: Timeout for reading a reply that is already in the pipe.
 _UNREAD_S = 0.1
-
-#: Imports this copy of DORA in any Python, but not the packages that are installed in the same folder.
-_BOOTSTRAP = """\
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-spec = spec_from_file_location("dora", sys.argv[1] + "/__init__.py")
-sys.modules["dora"] = module_from_spec(spec)
-spec.loader.exec_module(sys.modules["dora"])
-from dora.environments.host import main
-main()
-"""
 
 
 class HostLost(Exception):
@@ -231,7 +220,7 @@ HOST_VARIABLES = {"MALLOC_ARENA_MAX": "2"}
 
 def host_command(python: str) -> list[str]:
     """Return the command that starts a host in Python with this copy of DORA; "": the interpreter of this process."""
-    return [python or sys.executable, "-c", _BOOTSTRAP, str(Path(__file__).parents[1])]
+    return command_of(python or sys.executable, "dora.environments.host")
 
 
 def _argv(settings: EnvironmentConfig, *, number: int) -> list[str]:

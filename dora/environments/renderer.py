@@ -49,11 +49,21 @@ class RenderingFailed(DoraError):
 
 
 class Renderer:
-    """The renderer of one model: `family` is its name, `stop_ids` are the tokens that end a turn."""
+    """The renderer of one model: `family` is its name, `settings` are those with which the package renderers makes it,
+    `stop_ids` are the tokens that end a turn."""
 
-    def __init__(self, renderer: Any, tokenizer: Tokenizer, *, family: str, has_template: bool = False) -> None:
+    def __init__(
+        self,
+        renderer: Any,
+        tokenizer: Tokenizer,
+        *,
+        family: str,
+        settings: Mapping[str, Any] | None = None,
+        has_template: bool = False,
+    ) -> None:
         """`renderer`: follows the protocol `renderers.Renderer`. `has_template`: a chat template must agree."""
         self.family = family
+        self.settings = settings or {"name": family}
         self._has_template = has_template
         self._renderer = renderer
         self._tokenizer = tokenizer
@@ -299,7 +309,13 @@ def _open(family: str, tokenizer: Tokenizer, options: Mapping[str, Any], *, has_
     try:
         config = _config(schema, {"name": family, **options}, tokenizer)
         found = create_renderer(_ForRenderers(tokenizer), config)
-        return Renderer(found, tokenizer, family=options.get("import_path", family), has_template=has_template)
+        return Renderer(
+            found,
+            tokenizer,
+            family=options.get("import_path", family),
+            settings=config.model_dump(mode="json"),
+            has_template=has_template,
+        )
     except Exception as err:  # custom renderers may raise anything
         raise ConfigError(
             f"{_FIELD}: '{family}' does not fit the tokenizer of {tokenizer.folder} or its settings ({_reason(err)})"

@@ -62,6 +62,9 @@ class FailedCall(msgspec.Struct, frozen=True):
 
 #: Most tokens of a conversation.
 MAX_TOKENS: Final = 1 << 20
+#: Most terms of a reward, and most characters of the name of one.
+MAX_TERMS: Final = 64
+MAX_TERM_NAME: Final = 200
 _KINDS: dict[str, Any] = {"reset": Reset, "observation": Observation, "end": End, "failed": FailedCall}
 _ANY = {"system", "user", "assistant", "tool"}
 
@@ -89,7 +92,20 @@ def read_reply(body: bytes, *, expected: Sequence[str]) -> Reset | Observation |
             _check(message, roles=roles)
     if isinstance(reply, Observation | End) and not abs(reply.reward or 0.0) <= LARGEST_REWARD:
         raise ProtocolError(f"invalid reply: the reward is {reply.reward}, expected a finite number of 32 bits")
+    if isinstance(reply, End):
+        _check_terms(reply)
     return reply
+
+
+def _check_terms(reply: End) -> None:
+    if len(reply.terms) > MAX_TERMS or any(len(name) > MAX_TERM_NAME for name in reply.terms):
+        raise ProtocolError(
+            f"invalid reply: {len(reply.terms)} terms, expected at most {MAX_TERMS} with names of at most "
+            f"{MAX_TERM_NAME} characters"
+        )
+    for name, value in reply.terms.items():
+        if not abs(value) <= LARGEST_REWARD:
+            raise ProtocolError(f"invalid reply: term {name!r} is {value}, expected a finite number of 32 bits")
 
 
 def _check_tokens(reply: Reset | Observation | End, *, kind: str) -> None:

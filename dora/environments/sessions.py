@@ -5,6 +5,9 @@ came. A request becomes an observation, and waits for the turn that the policy s
 tokens are on the disk, so a reply that an agent has is never lost. Until then a stream gets comments, and a reply in
 one piece begins with spaces, so that no client gives up.
 
+A process that plays many episodes may use one URL and key for all its sessions, and name each as the model
+(`SessionServer.shared`).
+
 Clients repeat a request whose reply they did not get. One that repeats the last request gets the reply of that: if it
 says so (`x-stainless-retry-count`), or if the reply was not written in full. Any other is a new turn, and an equal body
 a new sample. Invariant: a request that is no such repetition is handed over once, and at most one waits for a turn.
@@ -115,6 +118,11 @@ class Session:
             exchange.reply.set_result(ResponseReply(number, asked, turn, told.returned))
         else:
             exchange.reply.set_result(Reply(number, asked.model, turn, told.returned, has_ids=asked.wants_ids))
+
+    @property
+    def model(self) -> str:
+        """The name of the model that stands for the session in requests to the shared URL."""
+        return f"session-{self.number}"
 
     def recorded(self, messages: list[Message]) -> list[Message]:
         """Return a conversation with the turns of this session as they were recorded."""
@@ -243,6 +251,7 @@ class SessionServer:
         self._sessions: dict[int, Session] = {}
         self._numbers = 0
         self._base = ""
+        self._key = secrets.token_urlsafe(24)
         self._runner: web.AppRunner | None = None
 
     @asynccontextmanager
@@ -264,6 +273,7 @@ class SessionServer:
         app.router.add_post("/sessions/{number}/inference/v1/generate", self._generate)
         app.router.add_get("/sessions/{number}/v1/models", self._models)
         app.router.add_post("/sessions/{number}/reward", self._reward)
+        app.router.add_post("/shared/inference/v1/generate", self._generate_for_one)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -276,6 +286,11 @@ class SessionServer:
             self.close(session)
         if self._runner is not None:
             await self._runner.cleanup()
+
+    @property
+    def shared(self) -> tuple[str, str]:
+        """The URL and the key of all sessions together, for a process that plays many episodes."""
+        return f"{self._base}/shared", self._key
 
     def open(self, *, is_strict: bool = False, max_tokens: int = 0) -> Session:
         """Begin a session."""
@@ -299,6 +314,17 @@ class SessionServer:
             if session is not None and secrets.compare_digest(given.encode(), session.key.encode()):
                 return session
         raise ChatRefused("no session of this number has this key", status=401)
+
+    async def _generate_for_one(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request of the session that it names as its model."""
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not secrets.compare_digest(given.encode(), self._key.encode()):
+            raise ChatRefused("this is not the key of all sessions", status=401)
+        model = read_generate(await request.read()).model
+        session = next((session for session in self._sessions.values() if session.model == model), None)
+        if session is None:
+            raise ChatRefused("model: no session has this name", status=409)
+        return await session.reply_to(request, read_generate)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._session(request).reply_to(request, read_request)

@@ -78,6 +78,8 @@ def _open(config: SourceConfig, *, field: str, seed: int, split: Split) -> Sourc
             return _datasets(config, field=field)
         case "function":
             return _function(config, field=field)
+        case "verifiers":  # of a run, they are files by now (app/task_sets.py)
+            raise ConfigError(f"{field}.kind: the tasks of verifiers are read by a run only, with its environment")
 
 
 def derive_seed(*parts: object) -> int:

@@ -316,3 +316,26 @@ async def test_the_text_ends_before_a_stop_string_and_the_record_does_not(caller
         assert caller.session.recorded(history)[1]["content"] == "Action: add \nObservation: 5"
     other = [{"role": "assistant", "content": "Action: sub"}]
     assert caller.session.recorded(other) == other
+
+
+async def test_a_process_of_many_sessions_names_each_as_the_model(
+    server: SessionServer, http: aiohttp.ClientSession
+) -> None:
+    url, key = server.shared
+    first, second = server.open(), server.open()
+
+    async def ask(model: str, key: str = key) -> tuple[int, bytes]:
+        body = {"token_ids": [1, 2], "model": model}
+        headers = {"Authorization": f"Bearer {key}"}
+        async with http.post(f"{url}/inference/v1/generate", json=body, headers=headers) as response:
+            return response.status, await response.read()
+
+    for key_of_another in (first.key, ""):
+        assert error(await ask(first.model, key_of_another)) == (401, "this is not the key of all sessions")
+    assert error(await ask("session-9")) == (409, "model: no session has this name")
+    asking = asyncio.create_task(ask(second.model))
+    assert (await second.next_request()).tokens == (1, 2)
+    second.answer(Turn("x", token_ids=(7,), logprobs=(-0.5,)))
+    assert json.loads((await asking)[1])["choices"][0]["token_ids"] == [7]
+    server.close(first)
+    assert error(await ask(first.model)) == (409, "model: no session has this name")

@@ -1,0 +1,85 @@
+"""What a run does with servers of OpenEnv, made with the package itself."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from dora.core import events as ev
+from dora.journal.deep import read_kept
+from dora.journal.run_folder import RunFolder
+from tests.e2e.runs import assert_audit_clean, events_of, run_to_end, settings, until
+
+OPENENV: Final = "openenv-core==0.3.0"
+HERE: Final = Path(__file__).parent
+#: Steps, groups of each and siblings: 24 episodes.
+STEPS, GROUPS, SIBLINGS = 3, 4, 2
+TURNS: Final = 3
+
+
+def serves_text(python: Path, folder: Path) -> None:
+    """Each turn is an action, and the last one has the reward."""
+    run = _run(python, folder, kind="text")
+    rewards = [event.reward for event in events_of(run, ev.CallFinished) if event.graded]
+    assert len(rewards) == STEPS * GROUPS * SIBLINGS
+    assert {*rewards} == {float(TURNS)}
+    texts = {part.text for kept in read_kept(run.trajectories) for part in kept.parts if part.role == "environment"}
+    assert any("heard" in text for text in texts), texts
+
+
+def serves_tools(python: Path, folder: Path) -> None:
+    """The tools of the server are the policy's, and the task grades."""
+    run = _run(python, folder, kind="tools", task__rewards='[{kind = "length"}]')
+    kept = [*read_kept(run.trajectories)]
+    assert all(reward.reward is not None for reward in events_of(run, ev.TrajectoryGraded))
+    assert any(name == "look_up" for one in kept for part in one.parts for name, _ in part.calls), "no call was made"
+
+
+def _run(python: Path, folder: Path, *, kind: str, **more: Any) -> RunFolder:
+    with _serving(python, folder, kind=kind) as url:
+        values: dict[str, Any] = {
+            **{"run__folder": folder / "runs", "run__steps": STEPS, "status__port": 0, "model__path": "seed-tools"},
+            **{"rollout__groups_per_step": GROUPS, "rollout__group_size": SIBLINGS, "rollout__max_new_tokens": 256},
+            **{"rollout__filter_zero_variance": False, "rollout__max_staleness": 1, "eval__sets": "[]"},
+            **{"environment__kind": "openenv", "environment__name": url, "environment__python": python},
+            **{"engine__instances": 2, "trainer__ranks": 1, "log__trajectories_per_step": 8, **more},
+        }
+        done = run_to_end("run", *settings(**values), timeout_s=900.0)
+    assert done.returncode == 0, done.stderr
+    [root] = (folder / "runs").iterdir()
+    run = RunFolder(root)
+    assert_audit_clean(run)
+    failed = [event.failed for event in events_of(run, ev.CallFinished) if event.failed]
+    assert not failed, failed[0]
+    return run
+
+
+@contextmanager
+def _serving(python: Path, folder: Path, *, kind: str) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    with (folder / "server.log").open("wb") as log:
+        server = subprocess.Popen(
+            [str(python), str(HERE / "openenv_server.py"), kind, str(port)], stdout=log, stderr=subprocess.STDOUT
+        )
+    url = f"http://127.0.0.1:{port}"
+
+    def is_up() -> bool:
+        assert server.poll() is None, (folder / "server.log").read_text()[-1000:]
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as reply:
+                return bool(reply.status == 200)
+        except OSError:
+            return False
+
+    try:
+        until(is_up, what="the server of OpenEnv", timeout_s=120.0)
+        yield url
+    finally:
+        server.kill()
+        server.wait()
