@@ -1,13 +1,9 @@
 """`python -m tests.clients [NAME...]`: each client plays EPISODES episodes against a model of random weights.
 
 An episode ends by itself, or at a limit; then its turns in the token store are as many as the replies that its client
-<<<<<<< HEAD
-got, and the audit is clean. MCP servers are called by a host (mcp_servers.py). What cannot be installed is skipped by
-name. Exit code 1 if one fails.
-=======
-got, and the audit is clean. Then a task set of verifiers learns, is killed, and is that of the guide (task_sets.py). A
-client that cannot be installed is skipped by name. Exit code 1 if one fails.
->>>>>>> w-verifiers
+got, and the audit is clean. Then a task set of verifiers learns, is killed, and is that of the guide (task_sets.py),
+servers of OpenEnv are played (openenv_servers.py), and MCP servers called by a host (mcp_servers.py). What cannot be
+installed is skipped by name. Exit code 1 if one fails.
 """
 
 from __future__ import annotations

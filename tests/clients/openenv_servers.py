@@ -58,13 +58,9 @@ def serves_tools(python: Path, folder: Path) -> None:
     assert all(event.reward is not None for event in events_of(run, ev.TrajectoryGraded))
     assert all('"name": "look_up"' in kept.prompt for kept in read_kept(run.trajectories))
     with _serving(python, folder, kind="tools") as url:
-        done = subprocess.run(
-            [str(python), "-c", CALLS, url],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
+        command = [str(python), "-c", CALLS, url]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
     assert done.stdout.splitlines() == ["v3", "error: Unknown tool: 'nope'", "End(reward=None)"], done.stderr
 
 
