@@ -41,6 +41,8 @@ from dora.transport.host_messages import (
 #: Failed handshakes in a row, some 3 s, after which the first connection is given up. A few may fail in front of a
 #: tunnel whose other end starts.
 _MAX_FAILED: Final = 5
+#: Longest time in which the last messages may leave, when this end is closed.
+_LINGER_MS: Final = 5_000
 #: A line that was silent for this many beats gives its place to a new one: its controller may have ended.
 _GIVES_WAY: Final = 4
 
@@ -158,14 +160,15 @@ class HostConnection:
         self._is_open = False  # the current connection
         self._num_failed = 0  # handshakes in a row
         self._is_busy = ""  # why there was no place yet
+        self._monitor: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> HostLine:
-        monitor = self._dealer.get_monitor_socket(
+        self._monitor = self._dealer.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED_HANDSHAKES
         )
         self._tasks = [
-            asyncio.create_task(self._follow(monitor), name="host-connection"),
+            asyncio.create_task(self._follow(self._monitor), name="host-connection"),
             asyncio.create_task(self._read(), name="host-messages"),
             asyncio.create_task(self._beat(), name="host-beats"),
         ]
@@ -195,7 +198,9 @@ class HostConnection:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._dealer.disable_monitor()
+        self._dealer.disable_monitor()  # before its other end is closed: it sends a last event, and waits for space
+        if self._monitor is not None:
+            self._monitor.close()
         self._dealer.close()
         self._context.term()
 
@@ -203,25 +208,22 @@ class HostConnection:
 
     async def _follow(self, monitor: zmq.asyncio.Socket) -> None:
         """Open the host on each new connection."""
-        try:
-            while True:
-                event = parse_monitor_message(await monitor.recv_multipart())["event"]
-                self._is_open = False
-                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._num_failed = 0
-                    self._dealer.getsockopt(zmq.EVENTS)  # has it learn of the connection
-                    self._ask()
-                elif event & FAILED_HANDSHAKES:
-                    self._num_failed += 1
-                    if self._num_failed >= _MAX_FAILED or event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                        self._refuse(
-                            ConfigError(
-                                f"the handshake with {self._peer} fails: is it another program, or does this side "
-                                "lack its token, or the same version of DORA?"
-                            )
+        while True:
+            event = parse_monitor_message(await monitor.recv_multipart())["event"]
+            self._is_open = False
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._num_failed = 0
+                self._dealer.getsockopt(zmq.EVENTS)  # has it learn of the connection
+                self._ask()
+            elif event & FAILED_HANDSHAKES:
+                self._num_failed += 1
+                if self._num_failed >= _MAX_FAILED or event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                    self._refuse(
+                        ConfigError(
+                            f"the handshake with {self._peer} fails: is it another program, or does this side "
+                            "lack its token, or the same version of DORA?"
                         )
-        finally:
-            monitor.close()
+                    )
 
     async def _read(self) -> None:
         while True:
@@ -287,7 +289,7 @@ def _set_up(socket: zmq.asyncio.Socket) -> None:
     for option, value in (
         (zmq.SNDHWM, QUEUE_SIZE),
         (zmq.RCVHWM, QUEUE_SIZE),
-        (zmq.LINGER, 1_000),
+        (zmq.LINGER, _LINGER_MS),
         (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
         (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
     ):
