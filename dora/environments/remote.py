@@ -74,7 +74,7 @@ async def serve_hosts(
             if not task.cancelled():
                 task.result()
     finally:
-        hub.close()
+        await hub.close()
 
 
 async def _run_host(

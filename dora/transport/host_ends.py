@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ from dora.transport.host_messages import (
     FromHost,
     HostAck,
     HostBytes,
+    HostLeft,
     HostOpened,
     HostRefused,
     OpenHost,
@@ -43,6 +45,9 @@ from dora.transport.host_messages import (
 _MAX_FAILED: Final = 5
 #: Longest time in which the last messages may leave, when this end is closed.
 _LINGER_MS: Final = 5_000
+#: Time in which the other sides may read why their hosts have ended, before this end is closed: a connection that is
+#: closed with unread bytes is reset, which can take the last message with it.
+_LEAVE_S: Final = 2.0
 #: A line that was silent for this many beats gives its place to a new one: its controller may have ended.
 _GIVES_WAY: Final = 4
 
@@ -54,6 +59,7 @@ class HostHub:
         self._address = address
         self._max_hosts = max_hosts
         self._lines: dict[bytes, HostLine] = {}
+        self._told: set[bytes] = set()  # why their hosts have ended, and that they have not read yet
         self._context = zmq.asyncio.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -77,6 +83,9 @@ class HostHub:
                 message: ToHost = decode(frames, ToHost)
             except ProtocolError as err:
                 self._transmit(identity, encode(HostRefused(reason=f"{err}; is it the same version of DORA?")))
+                continue
+            if isinstance(message, HostLeft):
+                self._told.discard(identity)
                 continue
             if not isinstance(message, OpenHost):
                 if line is not None:
@@ -104,8 +113,17 @@ class HostHub:
         for identity in [identity for identity, known in self._lines.items() if known is line]:
             del self._lines[identity]
             self._transmit(identity, encode(HostRefused(reason=reason)))
+            if line.num_silent < _GIVES_WAY:
+                self._told.add(identity)
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Wait a while until the other sides have read what they were told, and close."""
+        with suppress(TimeoutError, ProtocolError):
+            async with asyncio.timeout(_LEAVE_S):
+                while self._told:
+                    identity, *frames = await self._router.recv_multipart()
+                    if isinstance(decode(frames, ToHost), HostLeft):
+                        self._told.discard(identity)
         self._router.close()
         self._context.term()
 
@@ -256,6 +274,7 @@ class HostConnection:
             case HostRefused(reason=reason, is_busy=True):
                 self._is_busy = f"{self._peer}: {reason}"
             case HostRefused(reason=reason):
+                _send(self._dealer, encode(HostLeft()))
                 self._line.lose(RemoteError(f"{self._peer}: {reason}"))
                 self._refuse(ConfigError(f"{self._peer}: {reason}"))
             case HostBytes() | HostAck():

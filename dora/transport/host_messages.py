@@ -36,6 +36,10 @@ class OpenHost(Message, frozen=True):
     last_id: int  # newest piece that the sender has received
 
 
+class HostLeft(Message, frozen=True):
+    """The sender has read why its host has ended."""
+
+
 # ---- received where the controller is -------------------------------------------------------------------------------
 
 
@@ -52,5 +56,5 @@ class HostRefused(Message, frozen=True):
     is_busy: bool = False  # ... now; ask again
 
 
-ToHost = OpenHost | HostBytes | HostAck
+ToHost = OpenHost | HostLeft | HostBytes | HostAck
 FromHost = HostOpened | HostRefused | HostBytes | HostAck

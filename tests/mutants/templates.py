@@ -77,8 +77,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "tests/controller/test_samples.py",
         (
             "an observation is shown as a turn",
-            'yield KeptPart("environment", self._text(record, start, after), after)',
-            'yield KeptPart("policy", self._text(record, start, after), after)',
+            "yield KeptPart(role, self._text(record, start, end), end, calls)",
+            'yield KeptPart("policy", self._text(record, start, end), end, calls)',
             "test_an_episode_is_kept_by_its_turns_with_their_calls_and_what_was_observed",
         ),
     ),

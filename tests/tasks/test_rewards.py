@@ -144,7 +144,7 @@ def own_rewards(tmp_path, monkeypatch) -> None:
 @pytest.mark.usefixtures("own_rewards")
 def test_a_function_gets_what_its_signature_names():
     request = GradeRequest("p", "abc", "a", {"limit": 10}, num_tokens=3, max_tokens=5, finish="length", source="hard")
-    for name, expected in [("shorter", 7.0), ("budget", 4.0), ("everything", 8.0)]:
+    for name, expected in [("shorter", 7.0), ("budget", 4.0), ("everything", 9.0)]:
         term = RewardConfig(kind="function", name=f"own_rewards:{name}")
         assert total(build_scorer([term], field="task.rewards", http_timeout_s=5)(request)) == expected
 
@@ -152,7 +152,7 @@ def test_a_function_gets_what_its_signature_names():
 @pytest.mark.usefixtures("own_rewards")
 @pytest.mark.parametrize(("name", "what"), [("wrong", "takes text"), ("nameless", r"cannot be called \(.*\)")])
 def test_a_function_that_asks_for_something_else_is_refused(name, what):
-    says = rf"task.rewards.0.name: own_rewards:{name} {what}; a reward may only take prompt, .*, source, each by name"
+    says = rf"task.rewards.0.name: own_rewards:{name} {what}; a reward may only take prompt, .*, turns, each by name"
     with pytest.raises(ConfigError, match=says):
         score("abc", kind="function", name=f"own_rewards:{name}")
 
@@ -187,7 +187,7 @@ def test_an_endpoint_gets_everything(endpoint):
     assert total(build_scorer([term], field="task.rewards", http_timeout_s=5)(request)) == 0.25
     assert Endpoint.seen == {
         "prompt": "p", "response": "r", "answer": "a", "metadata": {"n": 1}, "num_tokens": 3, "max_tokens": 5,
-        "finish": "length", "source": "hard",
+        "finish": "length", "source": "hard", "turns": [{"role": "policy", "text": "r"}],
     }  # fmt: skip
 
 
