@@ -311,6 +311,7 @@ class Episodes:
         elif isinstance(outcome, End):
             reward, graded = outcome.reward or 0.0, outcome.reward is not None
             record.terms = tuple((one_line(name), value) for name, value in outcome.terms.items()) if graded else ()
+            record.metrics = tuple((one_line(name), value) for name, value in outcome.metrics.items())
         else:
             failed = f"{outcome.cause}: {outcome.reason}"
         if follows_turn:

@@ -194,6 +194,7 @@ class Samples:
             outcome=outcome,
             answer=record.prompt.answer,
             terms=record.terms,
+            metrics=record.metrics,
             verdicts=record.verdicts,
             pieces=tuple(map(self._piece, record.tokens)),
             parts=tuple(self._parts(record)) if self._renderer is not None else (),

@@ -45,6 +45,7 @@ class TrajectoryRecord:
         "began_at",
         "forks",
         "logprobs",
+        "metrics",
         "observed",
         "prompt",
         "reward",
@@ -69,6 +70,7 @@ class TrajectoryRecord:
         self.turn_tokens = 0  #: limit of the present turn; 0: that of the answer
         self.reward: float | None = None
         self.terms: tuple[tuple[str, float], ...] = ()  #: of the reward, by name, if this controller ordered it
+        self.metrics: tuple[tuple[str, float], ...] = ()  #: what its environment measured, by name
         self.verdicts: tuple[tuple[str, str], ...] = ()  #: of judges: name of the term, and what it said
         self.truncated: Truncation = ""
 

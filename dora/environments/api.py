@@ -99,6 +99,7 @@ class End:
     reward: float | None = None  # reward of the last turn; None: the whole episode is graded by the task's rewards
     messages: Sequence[Message] = ()  # for logs; the policy does not see them
     terms: Mapping[str, float] = field(default_factory=dict)  # for logs: what the reward is the sum of, by name
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what else was measured, by name; no part of the reward
 
 
 class Environment:

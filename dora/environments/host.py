@@ -235,7 +235,8 @@ class _Host:
         if isinstance(result, End):
             messages = cut_messages(result.messages, limit=self._output_bytes)
             ended: Reply = {"type": "end", "messages": messages, "reward": result.reward}
-            return ended | ({"terms": dict(result.terms)} if result.terms else {})
+            named = {"terms": dict(result.terms), "metrics": dict(result.metrics)}
+            return ended | {name: values for name, values in named.items() if values}
         told: Reply = {"type": "observation", "messages": [], "reward": result.reward, **_limit(result)}
         if result.tokens:
             return told | {"tokens": list(result.tokens)}

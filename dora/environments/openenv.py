@@ -12,16 +12,21 @@ one tool, `act`. The server gives the rewards; if it gives none, the task's rewa
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import urllib.request
+from collections.abc import Awaitable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Final, NamedTuple
 
-from dora.environments.api import End, Environment, Message, Observation, Reset, ToolCall, Turn
+from dora.environments.api import End, Environment, EnvironmentLost, Message, Observation, Reset, ToolCall, Turn
 
 #: Timeout of the question for the schemas, and of opening a session.
 REACH_S: Final = 10.0
+#: Pauses between attempts to open a session; a server that is started again meanwhile is not lost.
+PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0)
 #: Largest message of a server; text beyond `environment.output_bytes` is cut anyway.
 MAX_MESSAGE_MB: Final = 16
 MAX_SCHEMA_BYTES: Final = 1 << 20
@@ -67,7 +72,7 @@ class OpenEnv(Environment):
         self._client = await _session(self._url)
         given = {**(row.get("reset") or {}), **({"seed": row["seed"]} if "seed" in row else {})}
         try:
-            begun = await self._client.reset(**given)
+            begun = await self._asked(self._client.reset(**given))
         except RuntimeError as err:
             if "CAPACITY_REACHED" not in str(err):
                 raise
@@ -75,7 +80,7 @@ class OpenEnv(Environment):
             raise RuntimeError(f"{self._url} has no room for another session; {room}") from err
         tools = self._form.tools
         if tools is None:
-            listed = await self._client.step({"type": "list_tools"})
+            listed = await self._asked(self._client.step({"type": "list_tools"}))
             tools = tuple(_tool(tool) for tool in listed.observation["tools"][:MAX_TOOLS])
         if begun.done:
             raise ValueError(f"{self._url}: the episode is over before its first turn")
@@ -114,6 +119,15 @@ class OpenEnv(Environment):
         if self._client is not None:
             await self._client.disconnect()
 
+    async def _asked(self, reply: Awaitable[Any]) -> Any:
+        """Return what the server replies; EnvironmentLost if its connection ends first."""
+        try:
+            return await reply
+        except Exception as err:
+            if isinstance(err, ConnectionError) or type(err).__name__.startswith("ConnectionClosed"):
+                raise _lost(self._url, f"was lost in a call ({err})") from err
+            raise
+
     def _outcome(self, done: bool, reward: float, told: list[Message]) -> Observation | End:
         if done:
             return End(reward if self._was_rewarded else None, told)
@@ -131,7 +145,7 @@ class OpenEnv(Environment):
     async def _send(self, action: dict[str, Any]) -> tuple[bool, float, str]:
         """Return whether the episode is over, the reward, and what the policy sees."""
         try:
-            result = await self._client.step(action)
+            result = await self._asked(self._client.step(action))
         except RuntimeError as err:  # how the client tells errors of the server
             if "VALIDATION_ERROR" not in str(err):
                 raise
@@ -205,11 +219,28 @@ def _schema(url: str) -> dict[str, Any]:
     return found
 
 
+_counter = itertools.count(1)
+_losses: dict[str, int] = {}  # number of the loss of a server that has no session since
+
+
+def _lost(url: str, why: str) -> EnvironmentLost:
+    return EnvironmentLost(f"{url} {why}", loss=_losses.setdefault(url, next(_counter)))
+
+
 async def _session(url: str) -> Any:
-    """Return a client with a session of its own."""
+    """Return a client with a session of its own; EnvironmentLost if the server cannot be reached for a while."""
     from openenv.core.generic_client import GenericEnvClient
 
     # The limit of a call is that of the host.
     client = GenericEnvClient(url, REACH_S, message_timeout_s=86_400.0, max_message_size_mb=MAX_MESSAGE_MB)
-    await client.connect()
+    for pause_s in (*PAUSES_S, None):
+        try:
+            await client.connect()
+        except ConnectionError as err:
+            if pause_s is None:
+                raise _lost(url, f"cannot be reached ({err})") from err
+            await asyncio.sleep(pause_s)
+        else:
+            _losses.pop(url, None)
+            break
     return client

@@ -5,7 +5,7 @@ The protocol is described in docs/ENVIRONMENTS-PROTOCOL.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -62,7 +62,7 @@ class FailedCall(msgspec.Struct, frozen=True):
 
 #: Most tokens of a conversation.
 MAX_TOKENS: Final = 1 << 20
-#: Most terms of a reward, and most characters of the name of one.
+#: Most terms of a reward, most metrics of an episode, and most characters of the name of one.
 MAX_TERMS: Final = 64
 MAX_TERM_NAME: Final = 200
 _KINDS: dict[str, Any] = {"reset": Reset, "observation": Observation, "end": End, "failed": FailedCall}
@@ -93,19 +93,20 @@ def read_reply(body: bytes, *, expected: Sequence[str]) -> Reset | Observation |
     if isinstance(reply, Observation | End) and not abs(reply.reward or 0.0) <= LARGEST_REWARD:
         raise ProtocolError(f"invalid reply: the reward is {reply.reward}, expected a finite number of 32 bits")
     if isinstance(reply, End):
-        _check_terms(reply)
+        _check_named(reply.terms, of="term")
+        _check_named(reply.metrics, of="metric")
     return reply
 
 
-def _check_terms(reply: End) -> None:
-    if len(reply.terms) > MAX_TERMS or any(len(name) > MAX_TERM_NAME for name in reply.terms):
+def _check_named(values: Mapping[str, float], *, of: str) -> None:
+    if len(values) > MAX_TERMS or any(len(name) > MAX_TERM_NAME for name in values):
         raise ProtocolError(
-            f"invalid reply: {len(reply.terms)} terms, expected at most {MAX_TERMS} with names of at most "
+            f"invalid reply: {len(values)} {of}s, expected at most {MAX_TERMS} with names of at most "
             f"{MAX_TERM_NAME} characters"
         )
-    for name, value in reply.terms.items():
+    for name, value in values.items():
         if not abs(value) <= LARGEST_REWARD:
-            raise ProtocolError(f"invalid reply: term {name!r} is {value}, expected a finite number of 32 bits")
+            raise ProtocolError(f"invalid reply: {of} {name!r} is {value}, expected a finite number of 32 bits")
 
 
 def _check_tokens(reply: Reset | Observation | End, *, kind: str) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import shutil
 import sys
@@ -84,8 +85,10 @@ def _end_of(episode: Any) -> End:
     if not episode.ok or len(episode.traces) != 1:
         why = f"{errors[-1].type}: {errors[-1].message}" if errors else "it did not complete, and does not say why"
         raise AgentFailed(f"the rollout failed: {why}"[:1000])
-    rewards = {name: reward.value for name, reward in episode.traces[0].rewards.items() if reward is not None}
-    return End(sum(rewards.values()), terms=rewards) if rewards else End()
+    [trace] = episode.traces
+    rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+    metrics = {name: value for name, value in trace.metrics.items() if value is not None and math.isfinite(value)}
+    return End(sum(rewards.values()) if rewards else None, terms=rewards, metrics=metrics)
 
 
 class _RolloutServer:

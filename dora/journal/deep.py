@@ -70,6 +70,7 @@ class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     outcome: str = "trained"  #: trained, evaluation, or the "outcome: reason" of its dropped group
     answer: str = ""  #: the reference answer
     terms: tuple[tuple[str, float], ...] = ()  #: weighted terms of its reward, if known: name and value
+    metrics: tuple[tuple[str, float], ...] = ()  #: what its environment measured, if this controller was told
     verdicts: tuple[tuple[str, str], ...] = ()  #: of models that judged it: name and text
     pieces: tuple[str, ...] = ()  #: each token as text; a part of a character is U+FFFD
     parts: tuple[KeptPart, ...] = ()  #: of an episode: its turns, and what the environment answered to each

@@ -5,17 +5,21 @@ Invariant: pure. Times are folded from events alone; all else is in the records 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from statistics import fmean
-from typing import Annotated, Protocol
+from typing import Annotated, Final, Protocol
 
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import ForkCause, TrajectoryId, Truncation
 from dora.observe.figures import Figure, Metric
+
+#: Metrics of the environment that are kept of a step, and that are shown in one line.
+MAX_METRICS: Final = 64
+SHOWN_METRICS: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,10 @@ class EpisodeStats:
     repeated_tokens_mean: Annotated[
         float, Figure("tokens", "Tokens of earlier rows that the new rows of an episode repeat, mean.")
     ] = 0.0
+    metrics: Annotated[
+        dict[str, float],
+        Figure("value", "What the environment measured, by name, mean over the episodes that have it."),
+    ] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -64,6 +72,8 @@ class EpisodeStats:
             parts.append(f"ended by a budget: {causes}")
         if self.forks:
             parts.append(f"forks: {by_cause(self.forks)}, {self.repeated_tokens_mean:.0f} tokens repeated")
+        if self.metrics:
+            parts.append(", ".join(f"{name} {value:.3g}" for name, value in [*self.metrics.items()][:SHOWN_METRICS]))
         return ", ".join(parts)
 
     @property
@@ -122,6 +132,9 @@ class EpisodeRecord(Protocol):
     @property
     def repeated(self) -> int: ...
 
+    @property
+    def metrics(self) -> Sequence[tuple[str, float]]: ...
+
 
 class TimedEpisodes:
     """The times of all episodes of a run with an environment."""
@@ -169,6 +182,9 @@ class TimedEpisodes:
         rewards = zip_longest(*(record.turn_rewards for record in records.values()))
         times = [t for id in records if (t := self.times.get(id)) is not None and t.ended_at is not None]
         calls_s = sorted(s for t in times for s in t.calls_s)
+        measured: dict[str, list[float]] = defaultdict(list)
+        for name, value in (pair for record in records.values() for pair in record.metrics):
+            measured[name].append(value)
         episodes_s = sum(t.ended_at - t.began_at for t in times if t.ended_at is not None)
         return EpisodeStats(
             count=len(records),
@@ -185,4 +201,5 @@ class TimedEpisodes:
             truncated=dict(Counter(r.truncated for r in records.values() if r.truncated)),
             forks=dict(Counter(cause for t in times for cause in t.forks)),
             repeated_tokens_mean=fmean(r.repeated for r in records.values()),
+            metrics={name: fmean(values) for name, values in islice(measured.items(), MAX_METRICS)},
         )

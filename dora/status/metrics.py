@@ -93,7 +93,7 @@ def _episodes(s: Snapshot) -> Iterator[str]:
     last = s.steps[-1].episodes if s.steps else None
     for name, figure in figures(EpisodeStats).items():
         text = f"Of the last step: {figure.meaning[0].lower()}{figure.meaning[1:]}"
-        label = {"turn_rewards": "turn", "truncated": "cause", "forks": "cause"}.get(name, "")
+        label = {"turn_rewards": "turn", "truncated": "cause", "forks": "cause", "metrics": "name"}.get(name, "")
         yield from _family(Metric(episode_name(name), text), samples(getattr(last, name, None), label=label, first=1))
 
 

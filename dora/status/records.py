@@ -85,6 +85,7 @@ class _Sample(msgspec.Struct):
     outcome: str = "trained"
     answer: str = ""
     terms: list[tuple[str, float]] = []
+    metrics: list[tuple[str, float]] = []
     verdicts: list[tuple[str, str]] = []
     pieces: msgspec.Raw = _NONE
     parts: msgspec.Raw = _NONE

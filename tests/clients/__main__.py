@@ -26,7 +26,7 @@ from dora.journal.tokens import StoredAnswer, read_tokens
 from tests.clients import mcp_servers
 from tests.clients.mcp_servers import TIME
 from tests.clients.model import CONTEXT, make_model
-from tests.clients.openenv_servers import OPENENV, serves_text, serves_tools
+from tests.clients.openenv_servers import OPENENV, outlives_kills, serves_text, serves_tools
 from tests.clients.task_sets import guide, kills, learns
 from tests.e2e.runs import settings
 
@@ -76,6 +76,7 @@ CHECKS: Final = {
     "verifiers-learns": (VERIFIERS, learns),
     "openenv-text": (OPENENV, serves_text),
     "openenv-tools": (OPENENV, serves_tools),
+    "openenv-kills": (OPENENV, outlives_kills),
 }
 
 

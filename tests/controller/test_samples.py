@@ -145,8 +145,9 @@ def test_a_sample_has_the_terms_of_its_reward_and_the_text_of_each_token(kept: K
     record = kept.trajectories.records[TrajectoryId(0)]
     tokens = load_tokenizer(seed_path(), thinking=None).encode("1203")
     record.tokens, record.logprobs = array("i", tokens), array("f", [-0.5] * len(tokens))
-    record.terms = (("exact", 1.0), ("length", -0.25))
+    record.terms, record.metrics = (("exact", 1.0), ("length", -0.25)), (("moves", 7.0),)
     [sample] = kept.of_step([kept.groups[0]])
+    assert sample.metrics == record.metrics
     assert (sample.terms, "".join(sample.pieces), len(sample.pieces)) == (record.terms, "1203", len(tokens))
 
 

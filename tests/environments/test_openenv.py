@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from dora.environments import openenv
-from dora.environments.api import End, Observation, ToolCall, Turn
+from dora.environments.api import End, EnvironmentLost, Observation, ToolCall, Turn
 from dora.environments.openenv import OpenEnv
 
 #: What a session answers to a message; an exception becomes an error of its code.
@@ -45,7 +45,7 @@ def seen(*, reward: float | None = None, done: bool = False, **observation: Any)
 
 
 @asynccontextmanager
-async def serving(schema: Any, play: Callable[[], Play]) -> AsyncIterator[str]:
+async def serving(schema: Any, play: Callable[[], Play], *, port: int = 0) -> AsyncIterator[str]:
     """A server with a session for each connection."""
 
     async def schemas(request: web.Request) -> web.Response:
@@ -71,7 +71,7 @@ async def serving(schema: Any, play: Callable[[], Play]) -> AsyncIterator[str]:
     app.router.add_get("/ws", session)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
     try:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
@@ -209,11 +209,35 @@ async def test_a_server_without_room_is_named_with_what_to_do() -> None:
                 pass
 
 
-async def test_an_error_of_the_environment_is_no_answer_to_the_policy() -> None:
-    async with serving(TEXT, guessing) as url, episode(url, {"seed": 1}) as (game, _):
-        await game._client._socket.close()  # the server has gone
-        with pytest.raises(Exception, match=r"closed|CLOSE|closing|Cannot write|not str"):
-            await game.step(Turn("1"))
+async def test_a_server_that_is_lost_is_not_blamed_on_the_policy_and_counts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openenv, "PAUSES_S", (0.01,))
+    async with (
+        serving(TEXT, guessing) as url,
+        episode(url, {"seed": 1}) as (one, _),
+        episode(url, {"seed": 2}) as (two, _),
+    ):
+        for game in (one, two):
+            await game._client._socket.close()  # the connection has gone
+        with pytest.raises(EnvironmentLost, match=f"{url} was lost in a call") as first:
+            await one.step(Turn("1"))
+        with pytest.raises(EnvironmentLost) as second:
+            await two.step(Turn("2"))
+    lost = await asyncio.to_thread(OpenEnv, url)  # what its actions are is known
+    with pytest.raises(EnvironmentLost, match=f"{url} cannot be reached") as third:
+        await lost.reset({})
+    assert first.value.loss == second.value.loss == third.value.loss
+
+
+async def test_a_server_that_comes_back_in_time_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openenv, "PAUSES_S", (0.05,) * 100)
+    async with serving(TEXT, guessing) as url:
+        game = await asyncio.to_thread(OpenEnv, url)
+    beginning = asyncio.create_task(game.reset({"seed": 7}))
+    async with serving(TEXT, guessing, port=int(url.rpartition(":")[2])):
+        assert (await beginning).messages == [{"role": "user", "content": "Guess a number."}]
+        await game.close()
 
 
 @pytest.mark.parametrize("schema", [None, [], {"properties": 1}])

@@ -22,7 +22,7 @@ from dora.errors import ConfigError
 
 FAKE = Path(__file__).with_name("fake_verifiers")
 ROW = {"turns": 2, "reward": 0.75}
-RIGHT = End(0.75, messages=[], terms={"right": 0.75})
+RIGHT = End(0.75, messages=[], terms={"right": 0.75}, metrics={"turns": 2.0})
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ async def test_a_rollout_that_fails_has_no_reward(pool: EnvironmentPool, how: st
 
 async def test_a_rollout_without_rewards_is_graded_by_the_task(pool: EnvironmentPool):
     await pool.start(1, {**ROW, "turns": 1, "how": "unscored"}, source="s", name="row 1", is_graded=True)
-    assert await pool.step(1, turn(9)) == End(messages=[])
+    assert await pool.step(1, turn(9)) == End(messages=[], metrics={"turns": 2.0})
 
 
 @pytest.mark.parametrize("how", ["dies", "dies late"])

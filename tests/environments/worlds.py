@@ -219,6 +219,18 @@ def beyond_32_bits(world):
     return End(1e39)
 
 
+def endless_term(world):
+    return End(1.0, terms={"right": 1e39})
+
+
+def endless_metric(world):
+    return End(1.0, metrics={"moves": 1e39})
+
+
+def many_metrics(world):
+    return End(1.0, metrics={f"{i}": 1.0 for i in range(65)})
+
+
 def half(world):
     return Observation([{"role": "user", "content": "a"}], reward="much")
 

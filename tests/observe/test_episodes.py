@@ -42,8 +42,11 @@ def turns() -> TimedEpisodes:
 def test_an_episode_is_counted_by_turns_calls_tokens_rewards_and_time(turns: TimedEpisodes) -> None:
     cut = episode(tokens=30, observed=[], rewards=[])
     cut.truncated = "tokens"
-    stats = turns.stats({ONE: episode(tokens=12, observed=[(5, 8)], rewards=[0.5, 1.0]), TWO: cut})
+    whole = episode(tokens=12, observed=[(5, 8)], rewards=[0.5, 1.0])
+    cut.metrics, whole.metrics = (("moves", 2.0),), (("moves", 4.0), ("wins", 1.0))
+    stats = turns.stats({ONE: whole, TWO: cut})
     assert stats is not None
+    assert stats.metrics == {"moves": 3.0, "wins": 1.0}
     assert (stats.count, stats.turns_mean, stats.turns_max, stats.calls_mean, stats.calls_max) == (2, 1.5, 2, 1.0, 2)
     assert (stats.sampled_tokens_mean, stats.observation_tokens_mean) == ((9 + 30) / 2, 1.5)
     assert stats.turn_rewards == (0.5, 1.0)

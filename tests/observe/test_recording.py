@@ -57,7 +57,7 @@ ADDED = [
     b',"unload":' + msgspec.json.encode(DurationHistogram()),
 ]
 #: What rows have said since then.
-ADDED_TO_ROWS = [b',"trainer_losses":0', b',"forks":{},"repeated_tokens_mean":0.0']
+ADDED_TO_ROWS = [b',"trainer_losses":0', b',"forks":{},"repeated_tokens_mean":0.0,"metrics":{}']
 #: What every row of the instances and of the versions has said, and each step shown.
 ADDED_TO_TABLES = [b',"mismatch_k3":null', b',"holdings":[]', b',"unloading":0', *ADDED_TO_ROWS[1:]]
 

@@ -96,6 +96,7 @@ def calling(middle: Snapshot) -> Snapshot:
         **{"call_s_mean": 0.25, "call_s_p90": 0.5, "call_share": 0.125},
         turn_rewards=(0.25, 0.5),
         truncated={"turns": 2},
+        metrics={"moves": 2.5},
     )
     steps = (*middle.steps[:-1], replace(middle.steps[-1], episodes=stats))
     return replace(middle, steps=steps, environment=EnvironmentRow(calling=7, failed={"timeout": 2, "host": 1}))

@@ -169,6 +169,7 @@ def test_episodes_are_shown_where_there_is_an_environment(calling: Snapshot, mid
     assert samples("dora_episode_call_seconds_p90") == [({}, 0.5)]
     assert samples("dora_episode_turn_rewards") == [({"turn": "1"}, 0.25), ({"turn": "2"}, 0.5)]
     assert samples("dora_episode_truncated") == [({"cause": "turns"}, 2)]
+    assert samples("dora_episode_metrics") == [({"name": "moves"}, 2.5)]
     assert samples("dora_episodes_calling") == [({}, 7)]
     assert samples("dora_environment_failed") == [({"cause": "timeout"}, 2), ({"cause": "host"}, 1)]
     assert not {"episode", "environment"} & set(re.split(r"\W|_", metrics.render(middle)))

@@ -30,6 +30,7 @@ function episodes(s) {
       "reward by turn": p.turn_rewards.map((reward) => reward.toFixed(2)).join(" ") || "–",
       "calls of an episode": `${number(p.calls_mean)} (at most ${p.calls_max})${p.call_share === null ? "" : `, ${time(p.call_s_mean)} each (p90 ${time(p.call_s_p90)}), ${percent(p.call_share)} of its time`}`,
       "episodes cut off": listed(p.truncated),
+      ...(Object.keys(p.metrics ?? {}).length && { "measured by the environment": Object.entries(p.metrics).map(([name, x]) => `${name} ${number(x)}`).join(", ") }),
       "forks of episodes": `${listed(p.forks)}; ${count(p.repeated_tokens_mean)} tokens of an episode repeated`,
     }),
   };

@@ -5,7 +5,7 @@ import { byId, element, say } from "./dom.js";
 import { chip } from "./forming.js";
 import { count, number, plural } from "./format.js";
 import { Refused, Rows, setToken } from "./source.js";
-import { answerText, logprobs, termsText, transcript } from "./tokens.js";
+import { answerText, logprobs, metricsText, termsText, transcript } from "./tokens.js";
 
 const AT_ONCE = 5, KEPT = 500, EXAMPLE_LENGTH = 240;
 
@@ -24,7 +24,7 @@ function sampleNode(k) {
   const cut = k.truncated ? `cut off (${k.truncated})` : "";
   return element("article", { class: "sample" },
     element("div", { class: "what" }, chip(k.version), element("strong", {}, reward), element("span", {}, termsText(k)), element("span", {}, outcomeText(k)), element("span", { class: "quiet" }, [plural(k.num_tokens ?? k.tokens.length, "token"), cut].filter(Boolean).join(", "))),
-    element("dl", {}, ...field("Prompt", k.prompt), ...answer, ...(k.answer ? field("Reference", k.answer) : []), ...(k.verdicts ?? []).flatMap(([judge, text]) => field(`Judge ${judge}`, text))),
+    element("dl", {}, ...field("Prompt", k.prompt), ...answer, ...(k.answer ? field("Reference", k.answer) : []), ...(metricsText(k) ? field("Measured", metricsText(k)) : []), ...(k.verdicts ?? []).flatMap(([judge, text]) => field(`Judge ${judge}`, text))),
     ...[logprobs(k)].filter(Boolean),
   );
 }

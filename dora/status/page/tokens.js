@@ -72,6 +72,9 @@ export function termsText(k) {
   return parts.length > 1 ? parts.map(([name, x]) => `${name} ${number(x)}`).join(", ") : "";
 }
 
+/** What the environment measured. */
+export const metricsText = (k) => (k.metrics ?? []).map(([name, x]) => `${name} ${number(x)}`).join(", ");
+
 /** The log-probs in figures: where they differ most, or the least likely tokens. */
 export function logprobs(k) {
   const tokens = tokensOf(k).filter((token) => token.engine !== undefined), compared = tokens.filter((token) => token.differs !== undefined);

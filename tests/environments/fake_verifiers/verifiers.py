@@ -209,4 +209,6 @@ class EnvClient:
             name: value if value is None else SimpleNamespace(value=value) for name, value in told["rewards"].items()
         }
         errors = [SimpleNamespace(**error) for error in told["errors"]]
-        return SimpleNamespace(ok=told["ok"], errors=[], traces=[SimpleNamespace(rewards=rewards, errors=errors)])
+        metrics = {"turns": 2.0, "unmeasured": None, "undefined": float("nan")}
+        trace = SimpleNamespace(rewards=rewards, metrics=metrics, errors=errors)
+        return SimpleNamespace(ok=told["ok"], errors=[], traces=[trace])

@@ -12,6 +12,10 @@ from typing import Any
 import aiohttp
 
 
+class ConnectionClosedError(Exception):
+    """As that of websockets."""
+
+
 class GenericEnvClient:
     def __init__(
         self, base_url: str, connect_timeout_s: float, *, message_timeout_s: float, max_message_size_mb: float
@@ -21,7 +25,11 @@ class GenericEnvClient:
 
     async def connect(self) -> None:
         self._session = aiohttp.ClientSession()
-        self._socket = await self._session.ws_connect(self._url, max_msg_size=self._max_size)
+        try:
+            self._socket = await self._session.ws_connect(self._url, max_msg_size=self._max_size)
+        except aiohttp.ClientError as err:
+            await self._session.close()
+            raise ConnectionError(f"Failed to connect to {self._url}: {err}") from err
 
     async def disconnect(self) -> None:
         with suppress(ConnectionError):
@@ -37,7 +45,10 @@ class GenericEnvClient:
 
     async def _exchange(self, kind: str, data: dict[str, Any]) -> Any:
         await self._socket.send_json({"type": kind, "data": data})
-        reply = await self._socket.receive_json()
+        message = await self._socket.receive()
+        if message.type is not aiohttp.WSMsgType.TEXT:
+            raise ConnectionClosedError(str(message.type))
+        reply = message.json()
         if reply["type"] == "error":
             raise RuntimeError(f"Server error: {reply['data']['message']} (code: {reply['data']['code']})")
         told = reply["data"]
