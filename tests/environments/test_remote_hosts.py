@@ -73,6 +73,8 @@ async def play_through_cuts(folder: Path, *, seed: int, episodes: int, calls: in
     return relay
 
 
+@pytest.mark.deep
+@pytest.mark.timeout(600)
 async def test_each_call_is_made_once_although_connections_are_cut(tmp_path: Path) -> None:
     relay = await play_through_cuts(tmp_path, seed=3, episodes=4, calls=25, largest=4)
     assert relay.num_cut >= 2
@@ -332,6 +334,8 @@ def end_one(folder: Path, which: str, *, beat_s: float, timeout_s: float) -> Non
             four.server.end()
 
 
+@pytest.mark.deep
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("which", "beat_s"), [("connect", 0.2), ("serve", 0.2), ("guard", 1.0), ("host", 1.0)])
 def test_when_one_of_the_four_is_killed_nothing_is_left(tmp_path: Path, which: str, beat_s: float) -> None:
     end_one(tmp_path, which, beat_s=beat_s, timeout_s=30)

@@ -254,6 +254,7 @@ class Observers:
                     turn_rewards=[*one.turn_rewards],
                     truncated=one.truncated,
                     repeated=0,
+                    metrics=(),
                 )
                 for id, one in what.episodes.items()
             }

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.deep  # the script imports torch
 def test_the_table_of_passing_over_rows_is_that_of_the_recorded_jobs() -> None:
     script = ROOT / "bench" / "sweeps" / "difficulty.py"
     made = subprocess.run(

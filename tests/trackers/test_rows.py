@@ -50,7 +50,7 @@ def test_a_name_is_the_path_of_a_value_and_texts_and_nulls_are_left_out() -> Non
 
 
 def test_every_scalar_of_a_step_has_a_group_and_every_grouped_name_is_one() -> None:
-    numbers = (float, int, float | None)
+    numbers = (float, int, float | None, int | None)
     kinds = get_type_hints(StepFacts) | get_type_hints(Counts) | get_type_hints(RunFacts) | {"at": float}
     scalars = {name for name in row_figures() if kinds[name] in numbers} - {"step"}
     assert {name for names in GROUPS.values() for name in names} == scalars
