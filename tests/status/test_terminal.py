@@ -162,7 +162,7 @@ def test_rows_that_were_passed_over_are_counted(middle: Snapshot, tmp_path: Path
 
 def test_episodes_are_shown_where_there_is_an_environment(calling: Snapshot, middle: Snapshot, tmp_path: Path):
     tokens = "40 tokens sampled and 6 observed"
-    turns = f"2.2 turns (at most 4), {tokens}, reward by turn 0.25 0.50, ended by a budget: 2 of turns"
+    turns = f"2.2 turns (at most 4), {tokens}, reward by turn 0.25 0.50, ended by a budget: 2 of turns, moves 2.5"
     calls = "1.5 an episode (at most 3), 0.25 s each (p90 0.50 s), 12% of its time"
     text = re.sub(r" +", " ", shown(calling))
     assert f"episodes {turns}" in text
