@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from dora.core import events as ev
 from dora.journal.deep import read_kept
 from dora.journal.run_folder import RunFolder
-from tests.e2e.runs import Run, assert_audit_clean, assert_one_clear_error, events_of, run_to_end, small
+from tests.e2e.runs import Run, assert_audit_clean, assert_one_clear_error, events_of, run_to_end, small, until
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
 
@@ -45,8 +46,6 @@ def judging(port: int = 0) -> Iterator[Judging]:
     """A judge that compares, refuses every fifth request, and gives no score for every eleventh."""
 
     class Judge(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
         def do_GET(self) -> None:
             self.reply(200, {"object": "list", "data": []})
 
@@ -97,6 +96,28 @@ def judging(port: int = 0) -> Iterator[Judging]:
             stop()
 
 
+@contextmanager
+def dropping(port: int) -> Iterator[list[int]]:
+    """Accept connections and close them at once; yield a list with an element for each."""
+    found: list[int] = []
+
+    def drop() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                found.append(1)
+                connection.close()
+
+    with socket.create_server(("127.0.0.1", port)) as listening:
+        accepting = threading.Thread(target=drop)
+        accepting.start()
+        try:
+            yield found
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            accepting.join()
+
+
 def job(folder: Path, port: int, **changes: object) -> list[str]:
     """The example of docs/DATA.md with the address of this judge."""
     [term] = tomllib.loads(EXAMPLE)["task"]["rewards"]
@@ -144,20 +165,18 @@ def test_what_a_judge_says_and_costs_is_recorded_and_what_it_does_not_say_is_no_
 
 
 def test_a_judge_that_is_away_for_a_moment_costs_no_answer(tmp_path: Path) -> None:
-    with judging() as judge:
-        arguments = job(tmp_path, judge.port, run__steps=8)
-        with Run(*arguments) as run:
-            run.until_trained(2)
-            judge.stop()
-            run.until_status(
-                lambda s: s["groups_by_phase"].get("grading", 0) > 0, what="answers that wait for the judge"
-            )
-            with judging(judge.port) as again:
-                assert run.end() == 0
+    with judging() as judge, Run(*job(tmp_path, judge.port, run__steps=8)) as run:
+        run.until_trained(2)
+        judge.stop()
+        with dropping(judge.port) as dropped:
+            until(lambda: dropped or None, what="a request that is dropped")
+        with judging(judge.port) as again:
+            assert run.end() == 0
     folder = run.folder
     failed = [e.reason for e in events_of(folder, ev.TrajectoryGraded) if e.reward is None]
     assert len(failed) == judge.silent + again.silent
-    assert sum(use.requests for use in uses(folder)) > len(judge.asked) + len(again.asked)  # some found nobody
+    refused = sum(use.requests for use in uses(folder)) - len(judge.asked) - len(again.asked)
+    assert refused >= len(dropped)  # and those that found nobody between them
     assert_audit_clean(folder)
 
 
