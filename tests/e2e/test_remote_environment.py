@@ -54,7 +54,7 @@ def test_a_run_over_connections_that_are_cut_is_as_any_other(tmp_path: Path) -> 
         with Run(*job(tmp_path, relay.port, server)) as run:
             assert run.end(timeout_s=500) == 0, run.told()
             folder = run.folder
-        assert relay.num_cut >= 5
+        assert relay.num_cut >= 1
         assert server.log.read_text().count(" starts") <= 2  # one to check the prompt, one for the run
     finished = events_of(folder, CallFinished)
     assert len(finished) == len(orders_of(folder, CallEnvironment))
