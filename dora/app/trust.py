@@ -72,6 +72,7 @@ def executed(config: Config) -> Iterator[str]:
         is_function = isinstance(value, str) and _FUNCTION.fullmatch(value)
         last = key.rpartition(".")[2]
         names = is_function or last in _OF_COMMANDS or last == _OF_ADDRESSES or key.startswith(_OF_ENVIRONMENT)
+        names = names or (key == "environment.name" and config.environment.kind != "python")  # a task set, an address
         if value and names:
             yield f"{key} = {' '.join(value) if isinstance(value, list) else value}"
 

@@ -385,7 +385,7 @@ def _environment_problems(config: Config) -> Iterator[str]:
     if environment.kind != "python" and environment.mcp:
         yield f"environment.mcp: kind '{environment.kind}' has tools of its own; remove the servers"
     if not environment.name:
-        if any(source.kind == "seeds" for source in config.task.sources):
+        if environment.kind == "python" and any(source.kind == "seeds" for source in config.task.sources):
             yield "task.sources: rows of kind seeds have no prompt; name an environment that draws one"
         if environment.command:
             yield "environment.name: is empty, so there is no environment and environment.command has no effect"

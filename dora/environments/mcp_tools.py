@@ -2,7 +2,7 @@
 
 Invariant: a tool has one name, one server and one schema as long as the host lives. A server that is lost fails the
 episodes with calls under way (`EnvironmentLost`), and those that begin while it cannot be reached; calls of other
-servers go on. It is started anew when it is needed; START_ATTEMPTS failures in a row end the host.
+servers go on. It is started again when it is next needed; START_ATTEMPTS failures in a row end the host.
 """
 
 from __future__ import annotations
@@ -299,6 +299,6 @@ def _list(names: Sequence[str]) -> str:
 
 
 def _look(task: asyncio.Task[Any]) -> None:
-    """Take the exception of a task for which nobody may wait any more."""
+    """Retrieve the exception of a task that may have no waiter left."""
     if not task.cancelled():
         task.exception()

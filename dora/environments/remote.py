@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import stat
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, Any, Final
 
 from dora.environments.process import HOST_VARIABLES, host_command
@@ -174,6 +175,8 @@ async def carry_host(address: str, *, token: str) -> None:
 
     ConfigError if the other side does not admit this one; RemoteError, which says how, if the host ends or is lost.
     """
+    for file in (sys.stdin, sys.stdout):
+        _require_pipe(file)
     requests = await _reader(sys.stdin)
     replies = await _writer(sys.stdout)
     async with HostConnection(address, token=token) as line:
@@ -215,24 +218,20 @@ async def _write_replies(line: HostLine, replies: asyncio.StreamWriter) -> None:
 
 async def _reader(file: IO[str]) -> asyncio.StreamReader:
     reader = asyncio.StreamReader(limit=PIECE_BYTES)
-    with _pipe():
-        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
     return reader
 
 
 async def _writer(file: IO[str]) -> asyncio.StreamWriter:
     loop = asyncio.get_running_loop()
-    with _pipe():
-        transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, file)
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, file)
     return asyncio.StreamWriter(transport, protocol, None, loop)
 
 
-@contextlib.contextmanager
-def _pipe() -> Iterator[None]:
-    try:
-        yield
-    except ValueError as err:
-        raise ConfigError("dora environments connect: stdin and stdout must be pipes; a run starts it") from err
+def _require_pipe(file: IO[str]) -> None:
+    mode = os.fstat(file.fileno()).st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+        raise ConfigError("dora environments connect: stdin and stdout must be pipes; a run starts it")
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:

@@ -43,19 +43,19 @@ _PASSES: Final = ("trainer.micro_batch_tokens: ", "trainer.ranks: ", "trainer.mi
 DAMAGE: Final = "damage"
 
 
-class _Run(msgspec.Struct, frozen=True):
+class _RunKeys(msgspec.Struct, frozen=True):
     seed: int = 0
 
 
-class _Prompts(msgspec.Struct, frozen=True):
+class _TaskKeys(msgspec.Struct, frozen=True):
     revisit_share: float = 1.0
 
 
 class _Told(msgspec.Struct, frozen=True):
     """What a configuration says about visits."""
 
-    run: _Run = _Run()
-    prompts: _Prompts = msgspec.field(default=_Prompts(), name="task")
+    run: _RunKeys = _RunKeys()
+    prompts: _TaskKeys = msgspec.field(default=_TaskKeys(), name="task")
 
 
 _HANDLERS: Final = (

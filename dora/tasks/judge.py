@@ -219,8 +219,8 @@ def _refusal(reply: aiohttp.ClientResponse, content: bytes) -> _Failed:
 def _cause(err: Exception) -> str:
     if isinstance(err, TimeoutError):
         return f"no reply within {REACH_TIMEOUT_S:g} s"
-    if isinstance(err, OSError) and err.strerror:
-        return err.strerror
+    if isinstance(err, OSError) and err.errno:
+        return os.strerror(err.errno)  # aiohttp's own text names the address again
     return str(err) or type(err).__name__
 
 

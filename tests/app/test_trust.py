@@ -205,6 +205,24 @@ def test_whatever_a_configuration_has_executed_is_named(key: str) -> None:
     assert {key} <= {one.partition(" = ")[0] for one in found} <= {key, "environment.name"}
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "others"),
+    [
+        ("environment.name", "evil.py", ['environment.kind="verifiers"', "environment.episode_timeout_s=60.0"]),
+        ("environment.name", "http://10.6.6.6", ['environment.kind="openenv"']),
+        ("environment.mcp.0.url", "http://10.6.6.6", ['environment.mcp=[{url="http://127.0.0.1"}]']),
+        (
+            "task.rewards.0.url",
+            "http://10.6.6.6/v1",
+            ['task.rewards.0.kind="judge"', 'task.rewards.0.name="m"', 'task.rewards.0.pattern=""'],
+        ),
+    ],
+    ids=["task set", "OpenEnv", "MCP", "judge"],
+)
+def test_the_task_set_and_the_addresses_of_a_configuration_are_named(key: str, value: str, others: list[str]) -> None:
+    assert f"{key} = {value}" in [*executed(configured(*others, f'{key}="{value}"'))]
+
+
 def test_no_key_that_has_something_executed_is_forgotten() -> None:
     """Their descriptions say so in one of these words."""
     told = []

@@ -113,22 +113,31 @@ def answers_of_version_0(folder: RunFolder) -> dict[int, list[int]]:
     return {id: [*store.prompts[id // 8].tokens, *tokens] for id, tokens in answers.items()}
 
 
-def test_it_samples_what_the_environment_of_the_same_job_does_and_outlives_its_controller(tmp_path: Path) -> None:
-    with Run(*agent(tmp_path / "agent"), cwd=ROOT) as run:
+def resumed_after_a_kill(*arguments: str) -> RunFolder:
+    """Kill the controller of a job of four steps, with all that it started, and resume it: no episode fails, and the
+    log-probs are those of its versions."""
+    with Run(*arguments, cwd=ROOT) as run:
         folder = run.folder
         run.until_trained(2)
+        children = run.children()
         run.process.kill()
         run.end()
+        until_gone(children)
     with Run("--resume", str(folder.root), "--trust-folder", *settings(status__port=0), cwd=ROOT) as run:
         assert run.end() == 0, run.told()
     assert [order.reason for order in orders_of(folder, cmd.FinishRun)] == ["all 4 steps are trained"]
     assert_audit_clean(folder)
-    finished = events_of(folder, ev.CallFinished)
-    assert not [event.failed for event in finished if event.failed]
-    assert all(event.ended == event.graded for event in finished if not event.truncated)
-    assert not [one.forks for one in read_kept(folder.trajectories) if one.forks]
+    assert not [event.failed for event in events_of(folder, ev.CallFinished) if event.failed]
     deep = run_to_end("audit", str(folder.root), "--deep")
     assert deep.returncode == 0, deep.stdout
+    return folder
+
+
+def test_it_samples_what_the_environment_of_the_same_job_does_and_outlives_its_controller(tmp_path: Path) -> None:
+    folder = resumed_after_a_kill(*agent(tmp_path / "agent"))
+    finished = events_of(folder, ev.CallFinished)
+    assert all(event.ended == event.graded for event in finished if not event.truncated)
+    assert not [one.forks for one in read_kept(folder.trajectories) if one.forks]
 
     values = settings(run__folder=tmp_path / "tools", **{**SMALL, "run__steps": 1})
     assert run_to_end("run", "launch/configs/tools-cpu.toml", *values, cwd=ROOT).returncode == 0

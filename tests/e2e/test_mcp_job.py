@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.journal.run_folder import RunFolder
-from dora.journal.tokens import read_tokens
-from tests.e2e.runs import Run, assert_audit_clean, events_of, orders_of, run_to_end, settings, until, until_gone
+from tests.e2e.runs import Run, assert_audit_clean, events_of, run_to_end, settings, until, until_gone
+from tests.e2e.test_agent_job import answers_of_version_0, resumed_after_a_kill
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
 
@@ -36,12 +35,6 @@ def job(folder: Path, **values: object) -> list[str]:
     ]
 
 
-def answers_of_version_0(folder: RunFolder) -> dict[int, list[int]]:
-    """The tokens of the first step's episodes, their prompts included."""
-    store = read_tokens(folder.tokens, wanted=set(range(4 * 8)))
-    return {id: [*store.prompts[id // 8].tokens, *answer.tokens.tolist()] for id, answer in store.answers.items()}
-
-
 def kill_the_server(run: Run) -> None:
     def found() -> list[object]:
         return [one for one in run.children() if one.is_running() and SERVER in one.cmdline()]
@@ -52,22 +45,7 @@ def kill_the_server(run: Run) -> None:
 
 
 def test_it_samples_what_the_environment_of_the_same_job_does_and_outlives_its_controller(tmp_path: Path) -> None:
-    with Run(*job(tmp_path / "mcp"), cwd=ROOT) as run:
-        folder = run.folder
-        run.until_trained(2)
-        children = run.children()
-        run.process.kill()
-        run.end()
-        until_gone(children)
-    with Run("--resume", str(folder.root), "--trust-folder", *settings(status__port=0), cwd=ROOT) as run:
-        assert run.end() == 0, run.told()
-    assert [order.reason for order in orders_of(folder, cmd.FinishRun)] == ["all 4 steps are trained"]
-    assert_audit_clean(folder)
-    finished = events_of(folder, ev.CallFinished)
-    assert not [event.failed for event in finished if event.failed]
-    deep = run_to_end("audit", str(folder.root), "--deep")
-    assert deep.returncode == 0, deep.stdout
-
+    folder = resumed_after_a_kill(*job(tmp_path / "mcp"))
     values = settings(**{**SMALL, "run__folder": tmp_path / "tools", "run__steps": 1})
     assert run_to_end("run", "launch/configs/tools-cpu.toml", *values, cwd=ROOT).returncode == 0
     [root] = (tmp_path / "tools").iterdir()

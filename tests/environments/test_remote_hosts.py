@@ -222,6 +222,17 @@ def test_what_cannot_be_served_is_said_in_one_line(tmp_path: Path) -> None:
             assert ended.stderr.count("\n") == 1
 
 
+def test_what_is_no_pipe_is_said_in_one_line(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("t")
+    line = program("connect", "127.0.0.1:1", "--token-file", token)
+    ended = subprocess.run(
+        line, stdin=subprocess.DEVNULL, env=environment(), capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    says = "dora: dora environments connect: stdin and stdout must be pipes; a run starts it\n"
+    assert (ended.returncode, ended.stderr) == (2, says)
+
+
 async def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
     reason = "the host has ended: exit code 1: no-such-program: No such file"
     with served(tmp_path, command=("--", "no-such-program")) as server, pytest.raises(RunFailed, match=reason):

@@ -82,8 +82,8 @@ def test_a_message_whose_text_is_left_out_is_refused(tmp_path: Path) -> None:
         renderer.begin([{"role": "developer", "content": "Never say 7."}, USER])
 
 
-def test_a_shape_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    renderer = opened(tmp_path, "qwen3")
+def counting(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of messages of each rendering."""
     rendered: list[int] = []
     render_ids = renderer._renderer.render_ids
 
@@ -92,6 +92,12 @@ def test_a_shape_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return render_ids(messages, **settings)
 
     monkeypatch.setattr(renderer._renderer, "render_ids", counted)
+    return rendered
+
+
+def test_a_shape_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = opened(tmp_path, "qwen3")
+    rendered = counting(renderer, monkeypatch)
     renderer.require_shape([USER, answer("7"), MORE])
     first = len(rendered)
     assert first > 0
@@ -106,14 +112,7 @@ def test_a_conversation_of_any_length_costs_a_few_short_ones(
     tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renderer = opened(tmp_path, "qwen3")
-    rendered: list[int] = []
-    render_ids = renderer._renderer.render_ids
-
-    def counted(messages: Any, **settings: Any) -> Any:
-        rendered.append(len(messages))
-        return render_ids(messages, **settings)
-
-    monkeypatch.setattr(renderer._renderer, "render_ids", counted)
+    rendered = counting(renderer, monkeypatch)
     system = {"role": "system", "content": "Be brief."}
     renderer.require_shape([system, USER, *[answer("", 1), *results(1)] * count, answer("7"), MORE])
     assert len(rendered) <= 20
