@@ -47,7 +47,7 @@ class _RunKeys(msgspec.Struct, frozen=True):
     seed: int = 0
 
 
-class _TaskKeys(msgspec.Struct, frozen=True):
+class _PromptKeys(msgspec.Struct, frozen=True):
     revisit_share: float = 1.0
 
 
@@ -55,7 +55,7 @@ class _Told(msgspec.Struct, frozen=True):
     """What a configuration says about visits."""
 
     run: _RunKeys = _RunKeys()
-    prompts: _TaskKeys = msgspec.field(default=_TaskKeys(), name="task")
+    prompts: _PromptKeys = msgspec.field(default=_PromptKeys(), name="task")
 
 
 _HANDLERS: Final = (

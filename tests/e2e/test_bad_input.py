@@ -153,19 +153,24 @@ def test_ways_of_running_exclude_each_other(tmp_path: Path) -> None:
     assert_one_clear_error(run_to_end("check", "--drift", "--push"), code=2, says=says)
 
 
-def test_a_measurement_that_cannot_be_written_or_made_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text("steps = 3\n")
-    new = str(tmp_path / "new.toml")
-    for arguments, says in (
-        (("--measure", str(tmp_path / "mine.toml")), "mine.toml: exists; name a new file, or remove this one"),
-        (("--measure", str(tmp_path / "no" / "new.toml")), "its folder does not exist"),
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--measure", "mine.toml"), "mine.toml: exists; name a new file, or remove this one"),
+        (("--measure", "no/new.toml"), "its folder does not exist"),
         (
-            ("--measure", new, "--drift"),
+            ("--measure", "new.toml", "--drift"),
             "--measure, --from and --sample: are not valid with --drift, --nodes and --gpus",
         ),
-        (("--measure", new, "--from", str(tmp_path)), "is not a run folder"),
-        (("--from", str(tmp_path)), "is valid with --measure only"),
+        (("--measure", "new.toml", "--from", "."), "is not a run folder"),
+        (("--from", "."), "is valid with --measure only"),
         (("--sample", "3"), "--sample 3: is valid with --measure only"),
-    ):
-        assert_one_clear_error(run_to_end("check", *arguments), code=2, says=says)
+    ],
+    ids=["a file that exists", "no such folder", "with --drift", "from no run", "--from alone", "--sample alone"],
+)
+def test_a_measurement_that_cannot_be_written_or_made_is_refused_before_anything_starts(
+    tmp_path: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    (tmp_path / "mine.toml").write_text("steps = 3\n")
+    assert_one_clear_error(run_to_end("check", *arguments, cwd=tmp_path), code=2, says=says)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
