@@ -74,17 +74,17 @@ def read(delta: bytes, base: bytes) -> bytes:
         num_changes = len(stream) // 2 - num_gaps
         gaps = [low + 256 * high for low, high in zip(stream[:num_gaps], stream[num_gaps : 2 * num_gaps], strict=True)]
         rest = stream[2 * num_gaps :]
-        changes = [low + 256 * high for low, high in zip(rest[:num_changes], rest[num_changes:], strict=True)]
+        changes = (low + 256 * high for low, high in zip(rest[:num_changes], rest[num_changes:], strict=True))
         for gap in gaps:
             position += gap
             if gap == 65_535:
                 continue
-            written = changes.pop(0)
+            written = next(changes)
             change = -(written + 1) // 2 if written % 2 else written // 2
             word = int.from_bytes(new[2 * position : 2 * position + 2], "little") + change
             new[2 * position : 2 * position + 2] = (word % 2**16).to_bytes(2, "little")
             position += 1
-        assert not changes
+        assert next(changes, None) is None
     assert at == len(delta)
     return bytes(new[: len(base)])
 
