@@ -288,7 +288,15 @@ class Run:
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Those that still run; psutil compares start times, so another process under the same id does not count."""
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in processes if p.is_running() and _status(p) not in (None, psutil.STATUS_ZOMBIE)]
+
+
+def _status(process: psutil.Process) -> str | None:
+    """None: it has ended since it was looked at."""
+    try:
+        return process.status()
+    except psutil.NoSuchProcess:
+        return None
 
 
 def until_gone(processes: Sequence[psutil.Process], *, timeout_s: float = 10.0) -> None:
