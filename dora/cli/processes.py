@@ -32,6 +32,10 @@ def serve(
             min=0.0, max=10_000.0, help="Least duration of a decoding step in ms; 0: as fast as the device allows."
         ),
     ] = 0.0,
+    draft_tokens: Annotated[
+        int,
+        typer.Option(min=0, max=16, help="Most tokens drafted for an answer in a step; 0: none. Tokens are the same."),
+    ] = 4,
     weight_version: Annotated[str, typer.Option(help="Label of the initial weights.")] = "default",
     incremental_streaming_output: Annotated[
         bool, typer.Option("--incremental-streaming-output", help="Stream only the new tokens in each chunk.")
@@ -65,6 +69,7 @@ def serve(
         dtype=dtype,
         threads=threads,
         min_step_ms=min_step_ms,
+        draft_tokens=draft_tokens,
         weight_version=weight_version,
         incremental_streaming_output=incremental_streaming_output,
         skip_tokenizer_init=skip_tokenizer_init,

@@ -103,6 +103,13 @@ class CallAnswer:
         }
         if self.has_spans:
             meta["weight_versions"] = generation.spans()
+        if generation.num_steps:
+            kept = end - generation.num_steps
+            meta["spec_accept_rate"] = kept / generation.num_drafted if generation.num_drafted else 0.0
+            meta["spec_accept_length"] = end / generation.num_steps
+            meta["spec_num_correct_drafts"] = kept
+            meta["spec_num_proposed_drafts"] = generation.num_drafted
+            meta["spec_verify_ct"] = generation.num_steps
         if generation.prefilled_at:
             meta["request_received_ts"] = generation.received_at
             meta["api_server_dispatch_finish_ts"] = self.dispatched_at

@@ -13,6 +13,9 @@ With `min_step_s` a step begins at least that long after the one before, or afte
 as on a GPU whose steps take that long. The decoder thread waits before it computes, so that a wait may end at any time:
 no token is made yet. Requests and orders that come meanwhile are handled at once, and the step still begins when it is
 due.
+
+With drafts (`drafts.py`), a step may give a row several tokens: those that would have been sampled one by one. All are
+of the same weights, as these change between bursts only.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dora.embedded.drafts import DraftLengths, Drafts
 from dora.embedded.generation import ABORTED, ABORTED_WAITING, NOT_FINITE, QUEUE_FULL, Generation
 from dora.embedded.scheduler import Model, Scheduler
 
@@ -63,6 +67,13 @@ class Decoder(Model, Protocol):
 
     def join(self, joiners: Sequence[Joiner]) -> list[Joined]: ...  # prefills what is not cached
     def step(self) -> tuple[list[int], list[float]]: ...  # one token and log-prob per row
+    @property
+    def can_verify(self) -> bool: ...
+    def verify(self, drafts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float]]]:
+        """Return, for each row, the tokens of its draft that are sampled, the token after them, and all log-probs. At
+        least one draft has a token; the tokens and log-probs are those that single steps would give."""
+        ...
+
     def leave(self, row: int) -> None: ...
 
 
@@ -87,9 +98,12 @@ def waves(generations: Sequence[Generation]) -> list[list[Generation]]:
 
 
 class Batcher(Scheduler):
-    def __init__(self, decoder: Decoder, *, min_step_s: float = 0.0, **options: Any) -> None:
-        """`options` are those of `Scheduler`."""
+    def __init__(self, decoder: Decoder, *, min_step_s: float = 0.0, draft_tokens: int = 0, **options: Any) -> None:
+        """`draft_tokens`: drafted for a row in a step, at most. `options` are those of `Scheduler`."""
         super().__init__(decoder, **options)
+        is_drafting = draft_tokens > 0 and decoder.can_verify
+        self._drafts = Drafts(budget_tokens=self.kv_tokens) if is_drafting else None
+        self._lengths = DraftLengths(draft_tokens)
         self.decoder = decoder
         self._min_step_s = min_step_s
         self._step_at = 0.0  # monotonic; no step begins before
@@ -217,27 +231,71 @@ class Batcher(Scheduler):
             self._retract(max(self.rows, key=lambda g: g.order))
         if self.model.adapters is not None:
             self.metrics.adapter_steps[len({g.adapter.number for g in self.rows if g.adapter is not None})] += 1
-        tokens, logprobs = self.decoder.step()
-        self._take(tokens, logprobs)
+        if self._drafts is None:
+            self._take_one_each(*self.decoder.step())
+        else:
+            self._step_with_drafts(self._drafts)
 
-    def _take(self, tokens: list[int], logprobs: list[float]) -> None:
-        """Append one token to each row, and remove the rows that end with it."""
-        ended: list[int] = []
-        self.used_tokens += len(tokens)
-        self.metrics.generated_tokens += len(tokens)
-        for row, (generation, token, logprob) in enumerate(zip(self.rows, tokens, logprobs, strict=True)):
-            generation.output_ids.append(token)
-            generation.output_logprobs.append(logprob)
-            sampling = generation.sampling
-            if len(generation.output_ids) >= sampling.max_new_tokens:
-                self._finish(generation, {"type": "length", "length": sampling.max_new_tokens})
-            elif token in sampling.stop_ids:
-                self._finish(generation, {"type": "stop", "matched": token})
-            elif math.isnan(logprob):
-                self._finish(generation, NOT_FINITE)
-            else:
-                continue
-            ended.append(row)
+    def _step_with_drafts(self, drafts: Drafts) -> None:
+        begun, rows, made = time.monotonic(), len(self.rows), self.metrics.generated_tokens
+        most = self._lengths.length(rows)
+        drafted = [self._draft(drafts, generation, most) if most else () for generation in self.rows]
+        total = sum(map(len, drafted))
+        if not total or self.used_tokens + rows + total > self.kv_tokens:
+            drafted, total = [()] * rows, 0
+        for generation, draft in zip(self.rows, drafted, strict=True):
+            generation.num_steps = (generation.num_steps or 0) + 1
+            generation.num_drafted += len(draft)
+        self.metrics.drafted_steps += rows
+        self.metrics.drafted_tokens += total
+        if total:
+            self._take_several(self.decoder.verify(drafted))
+        else:
+            self._take_one_each(*self.decoder.step())
+        seconds = max(time.monotonic() - begun, self._min_step_s)
+        self._lengths.took(rows, most, seconds=seconds, tokens=self.metrics.generated_tokens - made)
+
+    def _draft(self, drafts: Drafts, generation: Generation, most: int) -> Sequence[int]:
+        """Return a draft that ends before the last token that the request may have."""
+        left = generation.sampling.max_new_tokens - len(generation.output_ids)
+        return drafts.draft(generation, most)[: left - 1]
+
+    def _take_one_each(self, tokens: list[int], logprobs: list[float]) -> None:
+        ended = [row for row, found in enumerate(zip(tokens, logprobs, strict=True)) if self._ends(row, *found)]
+        self._let_go(ended)
+
+    def _take_several(self, found: list[tuple[list[int], list[float]]]) -> None:
+        """Append the tokens of each row up to the one that ends it."""
+        ended = []
+        for row, pairs in enumerate(found):
+            if any(self._ends(row, token, logprob) for token, logprob in zip(*pairs, strict=True)):
+                ended.append(row)
+        self._let_go(ended)
+
+    def _ends(self, row: int, token: int, logprob: float) -> bool:
+        """Append a token to a row; return whether the row ends with it."""
+        generation = self.rows[row]
+        generation.output_ids.append(token)
+        generation.output_logprobs.append(logprob)
+        self.used_tokens += 1
+        self.metrics.generated_tokens += 1
+        sampling = generation.sampling
+        if len(generation.output_ids) >= sampling.max_new_tokens:
+            self._finish(generation, {"type": "length", "length": sampling.max_new_tokens})
+        elif token in sampling.stop_ids:
+            self._finish(generation, {"type": "stop", "matched": token})
+        elif math.isnan(logprob):
+            self._finish(generation, NOT_FINITE)
+        else:
+            return False
+        return True
+
+    def _finish(self, generation: Generation, reason: dict[str, object]) -> None:
+        super()._finish(generation, reason)
+        if self._drafts is not None:
+            self._drafts.end(generation)
+
+    def _let_go(self, ended: list[int]) -> None:
         for row in reversed(ended):
             self._leave(row)
 

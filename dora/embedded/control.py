@@ -18,6 +18,7 @@ from dora.embedded.bodies import error_body, read_body
 from dora.embedded.dialect import Dialect
 from dora.embedded.engine_state import ENGINE
 from dora.embedded.generation import Generation, SamplingParams
+from dora.embedded.metrics import EngineMetrics
 from dora.embedded.scheduler import Scheduler
 from dora.engine.sglang import protocol
 
@@ -172,6 +173,18 @@ def _gauges(batcher: Scheduler) -> dict[str, float]:
         "cache_hit_rate": round(hit_rate, 4),
         "utilization": round(len(batcher.rows) / batcher.slots, 4),
         "context_len": batcher.model.context_tokens,
+        **_acceptance(metrics),
+    }
+
+
+def _acceptance(metrics: EngineMetrics) -> dict[str, float]:
+    """The figures that SGLang has while it makes drafts."""
+    if not metrics.drafted_steps:
+        return {}
+    kept = metrics.generated_tokens - metrics.drafted_steps
+    return {
+        "spec_accept_length": metrics.generated_tokens / metrics.drafted_steps,
+        "spec_accept_rate": kept / metrics.drafted_tokens if metrics.drafted_tokens else 0.0,
     }
 
 
@@ -200,6 +213,8 @@ async def loads(request: web.Request) -> web.Response:
             "prealloc_ready": 0,
         },
     }
+    if acceptance := _acceptance(batcher.metrics):
+        load["speculative"] = {name.removeprefix("spec_"): value for name, value in acceptance.items()}
     head = {"timestamp": datetime.now(UTC).isoformat(), "version": engine.dialect.version}
     return web.json_response({**head, "accelerator": None, "num_accelerators": 1, "loads": [load]})
 

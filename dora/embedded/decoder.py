@@ -14,6 +14,7 @@ Legend: B rows, T new tokens per row, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -138,6 +139,30 @@ class CausalDecoder:
         position_B += 1
         self._lengths = [length + 1 for length in self._lengths]
         return self._sample(logits_BV)
+
+    @property
+    def can_verify(self) -> bool:
+        return not self._cache.stateful
+
+    @torch.inference_mode()
+    def verify(self, drafts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float]]]:
+        width = 1 + max(len(draft) for draft in drafts)
+        logits_BTV, position_BT = self._draft_logits(drafts, width)
+        for row, ban in enumerate(self._bans):
+            if ban is not None:
+                logits_BTV[row, : max(0, ban[0] - self._lengths[row] - 1), list(ban[1])] = -torch.inf
+        self._settings = self._settings or self._settings_now()
+        settings = self._settings.repeated(width)
+        token_N, logprob_N = sample(logits_BTV.flatten(0, 1), settings, position_BT.flatten() + 1)
+        token_BT, logprobs = token_N.view_as(position_BT), logprob_N.view_as(position_BT).tolist()
+        if math.isnan(math.fsum(map(sum, logprobs))):  # a masked key adds 0 x NaN: to each row, its own draft did it
+            for row, length in enumerate(self._lengths):
+                self._cache.clear(row, begin=length, end=length + width)
+            return [([token], [logprob]) for token, logprob in zip(*self.step(), strict=True)]
+        tokens = token_BT.tolist()
+        counts = [1 + _agreement(draft, sampled) for draft, sampled in zip(drafts, tokens, strict=True)]
+        self._accept(counts, token_BT)
+        return [(row[:count], found[:count]) for row, found, count in zip(tokens, logprobs, counts, strict=True)]
 
     @torch.inference_mode()
     def leave(self, row: int) -> None:
@@ -266,6 +291,36 @@ class CausalDecoder:
         mask = torch.where(readable, 0.0, -torch.inf).to(self._mask.dtype)[:, None]
         return self._forward(token_BT, mask, position_BT, keep=0 if all_logits else 1)
 
+    def _draft_logits(self, drafts: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
+        """Compute the pending token and the draft of every row; return the logits and the positions. Padding has the
+        position of the row's last token, and is written to the extra row."""
+        live = self._live
+        longest = max(length + 1 + len(draft) for length, draft in zip(self._lengths, drafts, strict=True))
+        self._grow(longest)
+        padded = torch.tensor([[len(draft), *draft, *[0] * (width - 1 - len(draft))] for draft in drafts])
+        drafted_B1, draft_BT = padded.to(self._device).split((1, width - 1), dim=1)
+        offset_T = torch.arange(width, device=self._device)
+        position_BT = self._length[:live, None] + torch.minimum(offset_T, drafted_B1)
+        flat_BT = self._row_ids[:live, None] * self._cache.capacity + position_BT
+        write_at_BT = flat_BT.masked_fill(offset_T > drafted_B1, self._slots * self._cache.capacity)
+        positions = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self._cache.capacity)
+        self._cache.aim(write_at_BT.flatten(), rows=slice(0, live), positions=positions)
+        readable = torch.arange(positions, device=self._device) <= position_BT[:, :, None]
+        mask = torch.where(readable, 0.0, -torch.inf).to(self._mask.dtype)[:, None]
+        self._aim_adapters(slice(0, live))
+        token_BT = torch.cat((self._token[:live, None], draft_BT), dim=1)
+        return self._forward(token_BT, mask, position_BT, keep=0), position_BT
+
+    def _accept(self, counts: Sequence[int], token_BT: Tensor) -> None:
+        """Keep the first `counts` of the tokens computed for each row; the last of them becomes its pending token.
+        What the others leave behind the length is masked."""
+        for row, count in enumerate(counts):
+            self._mask[row, self._lengths[row] : self._lengths[row] + count] = 0.0
+            self._lengths[row] += count
+        count_B = torch.tensor(counts, device=self._device)
+        self._token[: self._live] = token_BT.gather(1, count_B[:, None] - 1)[:, 0]
+        self._length[: self._live] += count_B
+
     def _sample(self, logits_BV: Tensor) -> tuple[list[int], list[float]]:
         """Sample the next token of every row, which becomes its pending token."""
         for row, ban in enumerate(self._bans):
@@ -294,6 +349,12 @@ class CausalDecoder:
         except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as err:
             kind, reason = type(self._model).__name__, str(err).partition("\n")[0]
             raise ConfigError(f"{kind} is not served by the embedded engine: {reason}") from err
+
+
+def _agreement(draft: Sequence[int], sampled: Sequence[int]) -> int:
+    """Return the number of tokens that were sampled as drafted."""
+    pairs = zip(draft, sampled, strict=False)
+    return next((at for at, (token, other) in enumerate(pairs) if token != other), len(draft))
 
 
 def _from_start(logprobs: list[float] | None, joiner: Joiner) -> list[float | None] | None:

@@ -67,6 +67,8 @@ class Generation:
     finish_reason: dict[str, Any] | None = None  # None while alive
     cached_tokens: int | None = None  # None until first prefilled
     num_retractions: int = 0
+    num_steps: int | None = None  # decoding steps so far, where drafts are made
+    num_drafted: int = 0
     order: int = 0  # of admission; the youngest is retracted first
 
     published: int = 0  # output tokens that handlers may read

@@ -37,6 +37,8 @@ class EngineMetrics:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generated_tokens = 0
+        self.drafted_tokens = 0
+        self.drafted_steps = 0  # of each request, where drafts are made
         self.requests = 0
         self.aborted_requests = 0
         self.adapter_steps: Counter[int] = Counter()  # decoding steps by number of different adapters in the batch

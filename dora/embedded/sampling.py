@@ -31,6 +31,14 @@ class SamplingTensors:
     any_greedy: bool
     any_filter: bool
 
+    def repeated(self, times: int) -> SamplingTensors:
+        """Return the settings for `times` tokens of each row, row by row."""
+        temperature, greedy, top_p, top_k, min_p, seed = (
+            each.repeat_interleave(times, dim=0)
+            for each in (self.temperature_B1, self.greedy_B, self.top_p_B1, self.top_k_B1, self.min_p_B1, self.seed_B)
+        )
+        return SamplingTensors(temperature, greedy, top_p, top_k, min_p, seed, self.any_greedy, self.any_filter)
+
 
 def _mix(x: Tensor) -> Tensor:
     """The finalizer of SplitMix64 (Steele et al., 2014) on wrapping int64; masks make `>>` a logical shift."""

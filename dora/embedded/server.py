@@ -51,6 +51,7 @@ class ServeOptions:
     dtype: str = "float32"
     threads: int = 1
     min_step_ms: float = 0.0  # least duration of a decoding step; 0: none
+    draft_tokens: int = 0  # drafted for a request in a step, at most
     weight_version: str = "default"
     incremental_streaming_output: bool = False
     skip_tokenizer_init: bool = False
@@ -120,6 +121,7 @@ def running(
         weight_version=options.weight_version,
         max_queued_requests=options.max_queued_requests,
         min_step_s=options.min_step_ms / 1_000,
+        draft_tokens=options.draft_tokens,
     )
     return listening(options, batcher, tokenizer)
 
@@ -193,6 +195,8 @@ def _engine(options: ServeOptions, batcher: Scheduler, tokenizer: TextCodec | No
         "max_queued_requests": options.max_queued_requests,
         "max_total_tokens": options.kv_tokens,
         "incremental_streaming_output": options.incremental_streaming_output,
+        "speculative_algorithm": "NGRAM" if options.draft_tokens else None,
+        "speculative_num_draft_tokens": options.draft_tokens + 1 if options.draft_tokens else None,
         "enable_lora": options.adapters is not None,
         "max_lora_rank": options.max_lora_rank or None,
         "lora_target_modules": list(options.lora_target_modules) or None,

@@ -24,6 +24,7 @@ from transformers.modeling_utils import AttentionInterface
 from dora.errors import ConfigError
 
 ATTENTION = "dora_slots"
+FEW = 16  # new tokens of a row up to which repeating the mask takes less than repeating the keys
 LAYERS = (
     cache_utils.DynamicLayer,
     cache_utils.DynamicSlidingWindowLayer,
@@ -46,8 +47,10 @@ def _attend(
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     rows, heads, new, size = query.shape
     kv_heads = key.shape[1]
-    if new == 1:
-        query = query.reshape(rows, kv_heads, heads // kv_heads, size)
+    if new == 1 or (new <= FEW and softcap is None and sinks is None):
+        query = query.reshape(rows, kv_heads, heads // kv_heads * new, size)
+        if new > 1 and attention_mask is not None:
+            attention_mask = attention_mask.repeat(1, 1, heads // kv_heads, 1)
     else:
         key, value = repeat_kv(key, heads // kv_heads), repeat_kv(value, heads // kv_heads)
     if softcap is None and sinks is None:
@@ -164,6 +167,9 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         used = self.kv[:, :, row, :length]
         if not math.isfinite(used.sum()):
             used.zero_()
+
+    def clear(self, row: int, *, begin: int, end: int) -> None:
+        self.kv[:, :, row, begin:end].zero_()
 
     def save(self, row: int, *, length: int) -> Saved:
         """Copy a row of `length` tokens; its states must belong to exactly this number of tokens."""

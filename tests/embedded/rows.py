@@ -55,6 +55,17 @@ def step(decoder: CausalDecoder, rows: list[Row]) -> None:
         row.add(token, logprob)
 
 
+def verify(decoder: CausalDecoder, rows: list[Row], drafts: list[list[int]]) -> list[int]:
+    """Return the number of new tokens of each row."""
+    found = decoder.verify(drafts)
+    for row, draft, (tokens, logprobs) in zip(rows, drafts, found, strict=True):
+        assert tokens[:-1] == draft[: len(tokens) - 1]
+        assert len(tokens) == len(logprobs) <= len(draft) + 1
+        row.output_ids += tokens
+        row.logprobs += logprobs
+    return [len(tokens) for tokens, _ in found]
+
+
 def leave(decoder: CausalDecoder, rows: list[Row], index: int) -> Row:
     decoder.leave(index)
     gone, last = rows[index], rows.pop()
@@ -74,7 +85,7 @@ def churn(
     adapters: int = 0,
 ) -> list[Row]:
     """Let rows join, decode and leave at random, and at `room` tokens; return all of them. Row by row, they have none
-    of the adapters, or one of the places up to `adapters`."""
+    of the adapters, or one of the places up to `adapters`. Every other step has random drafts, if it can."""
     place = itertools.cycle((None, *range(adapters)))
     rows: list[Row] = []
     gone: list[Row] = []
@@ -97,7 +108,10 @@ def churn(
             gone.append(leave(decoder, rows, rng.randrange(len(rows))))
         for index in reversed([i for i, row in enumerate(rows) if row.num_tokens >= room]):
             gone.append(leave(decoder, rows, index))
-        if rows:
+        drafts = [prompt_of(rng, rng.randint(0, 4), vocab=vocab) for _ in rows]
+        if any(drafts) and decoder.can_verify and rng.random() < 0.5:
+            verify(decoder, rows, [draft[: room - row.num_tokens] for row, draft in zip(rows, drafts, strict=True)])
+        elif rows:
             step(decoder, rows)
     assert len(gone) > 4
     assert rows

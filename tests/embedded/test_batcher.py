@@ -22,7 +22,7 @@ class CountingDecoder:
     """The next token of a row is the row's length. The test releases `steps` one by one, or lets the decoder run."""
 
     context_tokens, vocab_size, eos_token_ids, model_type = 10_000, 1_000_000, frozenset[int](), "counting"
-    cached_tokens, adapters = 0, None
+    cached_tokens, adapters, can_verify = 0, None, False
 
     def __init__(self) -> None:
         self.architectures: list[str] = []
@@ -60,6 +60,31 @@ class CountingDecoder:
         pass
 
 
+class CyclingDecoder(CountingDecoder):
+    """The next token of a row is the row's length modulo 3, so that it repeats what drafts are made of."""
+
+    can_verify = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.verified: list[list[int]] = []  # lengths of the drafts of a step
+
+    def step(self) -> tuple[list[int], list[float]]:
+        tokens, logprobs = super().step()
+        return [token % 3 for token in tokens], logprobs
+
+    def verify(self, drafts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float]]]:
+        self.verified.append([len(draft) for draft in drafts])
+        found = []
+        for row, draft in enumerate(drafts):
+            tokens = [self.rows[row] % 3]
+            while len(tokens) <= len(draft) and draft[len(tokens) - 1] == tokens[-1]:
+                tokens.append((self.rows[row] + len(tokens)) % 3)
+            self.rows[row] += len(tokens)
+            found.append((tokens, [self.logprob] * len(tokens)))
+        return found
+
+
 class Rig:
     def __init__(self, batcher: Batcher, decoder: CountingDecoder) -> None:
         self.batcher, self.decoder = batcher, decoder
@@ -81,8 +106,8 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(**changes: Any) -> AsyncIterator[Rig]:
-    decoder = CountingDecoder()
+async def rig(*, decoder: CountingDecoder | None = None, **changes: Any) -> AsyncIterator[Rig]:
+    decoder = decoder or CountingDecoder()
     given = {"slots": 4, "kv_tokens": 1000, "max_queued_requests": None, **changes}
     batcher = Batcher(decoder, weight_version="v0", **given)
     loop = asyncio.create_task(batcher.run(), name="batcher")
@@ -375,3 +400,50 @@ async def test_siblings_are_prefilled_after_the_first_and_lengths_are_not_mixed(
         ["long"],
         ["a2", "long2"],
     ]
+
+
+# --- drafts
+
+
+@pytest.mark.parametrize("kv_tokens", [1000, 45], ids=["room", "little room"])
+async def test_drafts_change_no_answer_and_end_where_it_ends(kv_tokens: int) -> None:
+    answers, drafted = [], 0
+    for draft_tokens in (0, 4):
+        decoder = CyclingDecoder()
+        async with rig(decoder=decoder, draft_tokens=draft_tokens, kv_tokens=kv_tokens) as it:
+            asked = [
+                it.submit(f"{length}", prompt=length, max_new_tokens=30, stop_ids=frozenset({9}))
+                for length in (3, 4, 5, 6)
+            ]
+            stopped = it.submit("stopped", prompt=2, max_new_tokens=30, min_new_tokens=0, stop_ids=frozenset({1}))
+            await it.ended(*asked, stopped)
+        answers.append([(one.output_ids, one.finish_reason) for one in (*asked, stopped)])
+        drafted += len(decoder.verified)
+        assert {one.num_steps is None for one in asked} == {draft_tokens == 0}
+    assert answers[0] == answers[1]
+    assert drafted > 0
+
+
+async def test_a_draft_is_cut_at_a_stop_token_and_never_goes_beyond_the_limit() -> None:
+    decoder = CyclingDecoder()
+    async with rig(decoder=decoder, draft_tokens=4, slots=1) as it:
+        await it.ended(*(it.submit(f"first {n}", prompt=3, max_new_tokens=40) for n in range(3)))
+        decoder.verified.clear()
+        ends = [it.submit(f"{n}", prompt=3, max_new_tokens=n) for n in range(1, 12)]
+        await it.ended(*ends)
+        assert [len(one.output_ids) for one in ends] == list(range(1, 12))
+        stopped = it.submit("stopped", prompt=5, max_new_tokens=40, stop_ids=frozenset({1}))
+        await it.ended(stopped)
+        assert stopped.output_ids == [2, 0, 1]
+        assert it.batcher.metrics.generated_tokens == 120 + sum(range(1, 12)) + 3
+    assert max(map(max, decoder.verified)) == 4
+
+
+async def test_steps_with_drafts_are_fewer_and_counted() -> None:
+    async with rig(decoder=CyclingDecoder(), draft_tokens=4, slots=1, min_step_s=0.002) as it:
+        one = it.submit("a", prompt=3, max_new_tokens=300)
+        await it.ended(one)
+        assert one.num_steps is not None
+        assert one.num_steps < 150
+        assert one.num_drafted >= 300 - one.num_steps
+        assert it.batcher.metrics.drafted_steps == one.num_steps

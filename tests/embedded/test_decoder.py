@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from dora.embedded.batcher import Joiner
 from dora.embedded.decoder import CausalDecoder
 from dora.errors import ConfigError
-from tests.embedded.conftest import CONTEXT, Reference, decoder_of, qwen3, save
-from tests.embedded.rows import CLOSE, Row, churn, join, leave, prompt_of, step
+from tests.embedded.conftest import CONTEXT, VOCAB, Reference, decoder_of, qwen3, save
+from tests.embedded.rows import CLOSE, Row, churn, join, leave, prompt_of, step, verify
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -125,6 +125,80 @@ def test_banned_tokens_are_not_sampled_before_their_index(model_a: Path, referen
     assert wanted not in rows[0].output_ids[:3]
     whole = [9, 8, 7, *rows[0].output_ids]
     assert rows[0].output_ids[3:] == reference_a.greedy(whole[:6], 17)
+
+
+@pytest.mark.parametrize("right", [1.0, 0.7, 0.0], ids=["right", "right at times", "wrong"])
+def test_drafts_change_no_token_and_no_logprob(model_a: Path, right: float) -> None:
+    rng = random.Random(5)
+    joiners = [
+        Joiner(
+            token_ids=prompt_of(rng, length),
+            namespace="",
+            seed=length,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            banned_ids=(3, 4, 5, 6),
+            ban_until=length + 30,
+        )
+        for length, temperature, top_p, top_k, min_p in (
+            (1, 1.0, 1.0, -1, 0.0),
+            (7, 0.0, 1.0, -1, 0.0),
+            (40, 0.7, 0.9, -1, 0.0),
+            (90, 1.3, 1.0, 9, 0.05),
+        )
+    ]
+    decoder, plain = decoder_of(model_a), []
+    join(decoder, plain, joiners)
+    for _ in range(60):
+        step(decoder, plain)
+    decoder, rows = decoder_of(model_a), []
+    join(decoder, rows, joiners)
+    steps, kept, drafted = 0, 0, 0
+    while any(len(row.output_ids) < 50 for row in rows):
+        drafts = []
+        for row, known in zip(rows, plain, strict=True):
+            done = len(row.output_ids)
+            ahead = known.output_ids[done : done + rng.randint(0, 4)] if done < 50 else []
+            drafts.append([token if rng.random() < right else (token + 1) % VOCAB for token in ahead])
+        steps += 1
+        if any(drafts):
+            kept += sum(verify(decoder, rows, drafts)) - len(rows)
+            drafted += sum(map(len, drafts))
+        else:
+            step(decoder, rows)
+    assert {1.0: kept == drafted > 0, 0.7: 0 < kept < drafted, 0.0: kept == 0}[right]
+    for row, known in zip(rows, plain, strict=True):
+        count = min(len(row.output_ids), 60)
+        assert row.output_ids[:count] == known.output_ids[:count]
+        assert row.logprobs[:count] == pytest.approx(known.logprobs[:count], abs=CLOSE)
+
+
+def test_a_rejected_draft_that_gives_no_numbers_affects_nothing(tmp_path: Path) -> None:
+    config = qwen3()
+    config.tie_word_embeddings = False
+    whole, rows = save(tmp_path / "whole", config, seed=6), []
+    asked = Joiner(token_ids=[4, 5, 6, 7], namespace="", seed=0)
+    decoder = decoder_of(whole)
+    join(decoder, rows, [asked])
+    for _ in range(12):
+        step(decoder, rows)
+    expected = leave(decoder, rows, 0).output_ids
+    absent = min({*range(VOCAB)} - {*asked.token_ids, *expected})
+    tensors = load_file(whole / "model.safetensors")
+    tensors["model.embed_tokens.weight"][absent] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    decoder.load(tmp_path)
+    decoder.flush()
+    join(decoder, rows, [asked])
+    assert verify(decoder, rows, [[absent, absent, absent]]) == [1]
+    assert verify(decoder, rows, [[expected[1], absent]]) == [1]
+    assert verify(decoder, rows, [expected[2:4]]) == [3]
+    for _ in range(4):
+        step(decoder, rows)
+    assert rows[0].output_ids == expected[:9]
+    rows[0].agrees_with(Reference(whole))
 
 
 def test_loading_replaces_the_weights_in_place(

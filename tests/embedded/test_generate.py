@@ -56,6 +56,25 @@ async def test_a_least_duration_of_steps_changes_no_token(serving: Serving) -> N
     assert answers[0] == answers[1]
 
 
+async def test_drafts_change_no_token_and_are_reported_as_sglang_does(serving: Serving) -> None:
+    """A greedy answer of a random model soon repeats itself."""
+    sampling = {"max_new_tokens": 300, "ignore_eos": True, "temperature": 0.0}
+    answers, metas = [], []
+    for draft_tokens in (0, 4):
+        async with serving(draft_tokens=draft_tokens) as served:
+            calls = (served.generate([5, 6, 7, first], sampling=sampling) for first in range(8, 11))
+            answers.append([answer["output_ids"] for answer in await asyncio.gather(*calls)])
+            metas.append((await served.generate([5, 6, 7, 7], sampling=sampling))["meta_info"])
+            [load] = (await served.get("/v1/loads"))[1]["loads"]
+            assert ("speculative" in load) == (draft_tokens > 0)
+    assert answers[0] == answers[1]
+    assert not {key for key in metas[0] if key.startswith("spec_")}
+    steps = metas[1]["spec_verify_ct"]
+    assert steps < 250
+    assert metas[1]["spec_accept_length"] == 300 / steps
+    assert metas[1]["spec_num_correct_drafts"] == 300 - steps <= metas[1]["spec_num_proposed_drafts"]
+
+
 async def test_a_repeated_prompt_is_cached_except_for_its_last_token(served: Served) -> None:
     await served.generate([5, 6, 7, 8])
     again = await served.generate([5, 6, 7, 8])

@@ -16,7 +16,7 @@ EMBEDDED: Final = (
     *(sys.executable, "-m", "dora", "serve", *_TOKENS_ONCE),
     *("--model", "{model}", "--host", "{host}", "--port", "{port}", "--slots", "{slots}"),
     *("--kv-tokens", "{kv_tokens}", "--device", "{device}", "--dtype", "{dtype}", "--threads", "{threads}"),
-    *("--min-step-ms", "{min_step_ms}"),
+    *("--min-step-ms", "{min_step_ms}", "--draft-tokens", "{draft_tokens}"),
 )
 SGLANG: Final = (
     *(sys.executable, "-m", "dora.engine.sglang.serve", *_TOKENS_ONCE),
