@@ -6,7 +6,7 @@ turns; ratios are medians of 5 turns, of tokens per CPU second.
   1 at a time    the last of 8 siblings, as in the tail of a step: 7 answers are there.
   8 at a time    8 siblings, begun together.
   64 at a time   8 prompts, begun together.
-  same tokens    100,000 sampled tokens (a million in the full profile), half of them 64 at a time. An answer that differs
+  same tokens    100,000 sampled tokens (a million in the full profile). An answer that differs from that without drafts
                  must differ first where the noise is within 1e-4 of the boundary between the two tokens, by a plain
                  forward pass in float64; then nothing but rounding decides.
 """

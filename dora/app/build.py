@@ -172,6 +172,7 @@ def make_controller(
         graders=graders,
         episodes=episodes,
         on_push_stage=recorder.on_push_stage,
+        on_steps=recorder.on_steps,
     )
     calls = _episodes(opened, episodes, graders) if episodes is not None else NoEpisodes()
     orders = Orders(
@@ -244,6 +245,7 @@ def _effects(
     graders: Graders,
     episodes: EpisodeInputs | None,
     on_push_stage: Callable[[InstanceId, str], None],
+    on_steps: Callable[[int, int], None],
 ) -> Effects:
     config, inputs = opened.job.config, opened.job.inputs
     trajectories, published, now = opened.trajectories, opened.published, opened.now
@@ -266,7 +268,7 @@ def _effects(
         unload = {cmd.UnloadVersion: UnloadAdapter(engine, fleet, holders, served, timeout_s, now)}
     budget, fails = config.rollout.max_new_tokens, config.objective.truncated == "fail"
     return {
-        cmd.Generate: StreamAttempt(engine, fleet, trajectories, published, served, sampling, ids, now),
+        cmd.Generate: StreamAttempt(engine, fleet, trajectories, published, served, sampling, ids, now, on_steps),
         cmd.GradeTrajectory: GradeAnswer(trajectories, inputs.tokenizer, graders, budget, fails, now),
         cmd.PushWeights: push,
         **unload,

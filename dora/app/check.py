@@ -312,6 +312,7 @@ async def _check_server(
 ) -> MeasuredServer:
     try:
         found = await engine.examine(url, timeout_s=PROBE_TIMEOUT_S)
+        found.require_meant(url, slots=config.engine.slots)
         if (needs := adapter_needs(config)) is not None:
             await engine.require_adapters(url, needs)
         _check_room(config, found, url)
@@ -320,8 +321,9 @@ async def _check_server(
     except RemoteError as err:
         raise ConfigError(f"{_field(config, url)}: {err}") from err
     context = found.context_tokens or "unstated"
+    speculation = f", speculative decoding ({found.speculation})" if found.speculation else ""
     report("server", f"{url}: {found.release}, context {context}, {found.kv_tokens} KV tokens, "
-                   f"{found.slots} slots, label '{found.label}'")  # fmt: skip
+                   f"{found.slots} slots, label '{found.label}'{speculation}")  # fmt: skip
     limit = TOLERANCE[config.trainer.publish_dtype]
     verdict = "agree" if worst <= limit else "DIFFER: does the server hold the weights of model.path?"
     under = " under model.path, without model.adapter" if inputs.adapter is not None else ""

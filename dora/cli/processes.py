@@ -34,8 +34,8 @@ def serve(
     ] = 0.0,
     draft_tokens: Annotated[
         int,
-        typer.Option(min=0, max=16, help="Most tokens drafted for an answer in a step; 0: none. Tokens are the same."),
-    ] = 4,
+        typer.Option(min=0, max=16, help="Most tokens drafted for an answer in a step; 0: none. Answers are the same."),
+    ] = 0,
     weight_version: Annotated[str, typer.Option(help="Label of the initial weights.")] = "default",
     incremental_streaming_output: Annotated[
         bool, typer.Option("--incremental-streaming-output", help="Stream only the new tokens in each chunk.")

@@ -40,6 +40,8 @@ def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:
     if now.dropped:
         counts = ", ".join(f"{count:,} {reason}" for reason, count in now.dropped.items())
         lines.append(f"  groups left out: {counts}")
+    if now.accept_length is not None:
+        lines.append(f"  speculative decoding: {now.accept_length:.2f} tokens a step")
     if now.rows_passed:
         lines.append(f"  rows passed over: {now.rows_passed:,}, as the rewards of their last groups were equal")
     lines += [f"  {constraint} is broken by design: {counts}" for constraint, counts in now.by_design.items()]

@@ -277,8 +277,10 @@ def _template_problems(config: Config) -> Iterator[str]:
         )
     if engine.kind == "embedded" and not engine.command and engine.tensor_parallel > 1:
         yield "engine.tensor_parallel: the embedded engine uses one GPU; set it to 1, or engine.kind to sglang"
-    if engine.min_step_ms and (engine.kind != "embedded" or engine.command):
-        yield "engine.min_step_ms: only the embedded engine has it; set it to 0, or engine.kind to embedded"
+    if engine.kind != "embedded" or engine.command:
+        for name in ("min_step_ms", "draft_tokens"):
+            if getattr(engine, name):
+                yield f"engine.{name}: only the embedded engine has it; set it to 0, or engine.kind to embedded"
 
 
 def _source_problems(config: Config) -> Iterator[str]:

@@ -163,11 +163,11 @@ class EngineConfig(Section):
     """Least duration of a decoding step of an embedded engine, in ms. An engine that is faster waits without using the
     CPU, so that a laptop shows the waiting times of servers with GPUs, whose steps take about 10 ms. Answers are the
     same. 0: as fast as the device allows."""
-    draft_tokens: Annotated[int, Field(ge=0, le=16)] = 4
-    """Most tokens that an embedded engine drafts for an answer in one step, from its prompt, itself and its siblings.
-    Those that would have been sampled anyway are kept, so that few long answers take fewer steps; tokens are the same.
-    The engine measures when that pays: with few answers at a time. Not for models whose layers carry state from token
-    to token. 0: none. Servers of SGLang have flags of their own (`args`)."""
+    draft_tokens: Annotated[int, Field(ge=0, le=16)] = 0
+    """Most tokens that an embedded engine drafts for an answer in one step (speculative decoding): what followed the
+    same tokens in its prompt, in itself or in its siblings. Those that are sampled anyway are kept, so answers are the
+    same and take fewer steps. The engine measures when that pays: with few answers at a time. Models whose layers carry
+    state from token to token get no drafts. 0: none. For SGLang, see docs/ENGINES.md."""
     adapters: bool = False
     """Servers hold the model once, and versions as adapters beside each other, so that one server decodes answers of
     several versions at a time and no answer has to move for a push (needs `trainer.lora`). A command of your own must

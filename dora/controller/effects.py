@@ -138,6 +138,7 @@ class StreamAttempt:
     sampling: Sampling
     ids: RequestIds
     now: Clock
+    on_steps: Callable[[int, int], None]  # tokens, and the steps in which a server with speculative decoding made them
 
     async def __call__(self, order: cmd.Generate) -> ev.Event:
         trajectory, attempt = order.trajectory, order.attempt
@@ -168,6 +169,8 @@ class StreamAttempt:
             is_final = isinstance(err, RequestRefused) and not err.retryable
             await asyncio.sleep(0.0 if is_final else FAILURE_PAUSE_S)
             return self._failed(order, record, server_gone=False, final=is_final, reason=str(err))
+        if result.num_steps:
+            self.on_steps(result.num_tokens, result.num_steps)
         return self._ended(order, record, result, start=start)
 
     async def _is_as_it_was(self, instance: InstanceId) -> bool:

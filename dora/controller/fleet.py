@@ -310,6 +310,7 @@ class Fleet:
                 f"task.max_prompt_tokens + rollout.max_new_tokens is {self._limits.context_tokens}; lower one of them"
             )
         limits = self._limits
+        capabilities.require_meant(url, slots=limits.slots)
         if limits.adapters is not None:
             await self._engine.require_adapters(url, limits.adapters)
         require_same_shapes(url, capabilities.model_path, model=limits.model, path_map=limits.path_map)

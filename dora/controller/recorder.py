@@ -185,6 +185,10 @@ class Recorder:
         """Note a measurement of the event loop's lag."""
         self._facts.lag.note(seconds)
 
+    def on_steps(self, num_tokens: int, num_steps: int) -> None:
+        """Note tokens of an answer, and in how many steps a server with speculative decoding made them."""
+        self._facts.acceptance.note(num_tokens, num_steps)
+
     def on_full(self, reason: str) -> None:
         """Report that the journal waits for space on the disk."""
         self._facts.note_problem(f"disk full: {reason}; the run waited for space")

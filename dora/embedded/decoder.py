@@ -161,7 +161,7 @@ class CausalDecoder:
             return [([token], [logprob]) for token, logprob in zip(*self.step(), strict=True)]
         tokens = token_BT.tolist()
         counts = [1 + _agreement(draft, sampled) for draft, sampled in zip(drafts, tokens, strict=True)]
-        self._accept(counts, token_BT)
+        self._keep(counts, token_BT)
         return [(row[:count], found[:count]) for row, found, count in zip(tokens, logprobs, counts, strict=True)]
 
     @torch.inference_mode()
@@ -311,7 +311,7 @@ class CausalDecoder:
         token_BT = torch.cat((self._token[:live, None], draft_BT), dim=1)
         return self._forward(token_BT, mask, position_BT, keep=0), position_BT
 
-    def _accept(self, counts: Sequence[int], token_BT: Tensor) -> None:
+    def _keep(self, counts: Sequence[int], token_BT: Tensor) -> None:
         """Keep the first `counts` of the tokens computed for each row; the last of them becomes its pending token.
         What the others leave behind the length is masked."""
         for row, count in enumerate(counts):

@@ -1,9 +1,9 @@
 """The check of a loaded model before it serves: its log-probs must be those of transformers' own forward pass.
 
-Requests join, decode side by side, leave and move to another row, and one continues a prompt of the prefix cache. If
-the layers of a family keep state that the slots do not hold, the log-probs differ, and the model is refused. Where
-adapters are served, all that is repeated with requests of several adapters and of none; each must have the log-probs of
-its adapter alone.
+Requests join, decode side by side, with and without drafts, leave and move to another row, and one continues a prompt
+of the prefix cache. If the layers of a family keep state that the slots do not hold, the log-probs differ, and the
+model is refused. Where adapters are served, all that is repeated with requests of several adapters and of none; each
+must have the log-probs of its adapter alone.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dora.embedded.slots import ATTENTION
 #: Largest mean |Δ log-prob|; with small random models on a CPU, 1e-6 was measured in float32.
 LIMIT: Final = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 STEPS: Final = 2  # number of steps before a row leaves, and again after that
+DRAFT: Final = (0, 0)  # what each row drafts after these
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def _all_called(modules: Mapping[str, Any]) -> Iterator[None]:
 
 def _prompts(decoder: Decoder, *, count: int) -> list[list[int]]:
     """Return prompts of which the second continues the first."""
-    longest = max(2, min(32, decoder.context_tokens - 2 * STEPS))
+    longest = max(2, min(32, decoder.context_tokens - 2 * (STEPS + 1 + len(DRAFT))))
     rng = random.Random(0)
     one, other = ([rng.randrange(decoder.vocab_size) for _ in range(longest)] for _ in range(2))
     return [one[: longest // 2], one, other[:1], other[: longest * 3 // 4]][:count]
@@ -103,6 +104,10 @@ def _served(decoder: Decoder, asked: Sequence[tuple[list[int], int | None]]) -> 
             for request, token, logprob in zip(rows, *decoder.step(), strict=True):
                 request.token_ids.append(token)
                 request.logprobs.append(logprob)
+        if decoder.can_verify:
+            for request, (tokens, logprobs) in zip(rows, decoder.verify([DRAFT] * len(rows)), strict=True):
+                request.token_ids.extend(tokens)
+                request.logprobs.extend(logprobs)
         for _ in range(1 if not left else len(rows)):
             decoder.leave(0)
             left.append(rows[0])

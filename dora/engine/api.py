@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 
 from dora.adapter_files import Proof
 from dora.core.strategies import Pause
+from dora.errors import ConfigError
 
 #: `stop`: an end token; `length`: the token budget is used up; `abort`: `InferenceEngine.stop` was called.
 FinishReason = Literal["stop", "length", "abort"]
@@ -59,6 +60,7 @@ class GenerateResult:
     spans: tuple[tuple[str, int, int], ...]
     num_tokens: int  # output tokens of this request, including a matched stop token
     cached_tokens: int  # prompt tokens found in the prefix cache
+    num_steps: int = 0  # decoding steps, from a server with speculative decoding; 0 from others
 
     @property
     def was_stopped(self) -> bool:
@@ -76,11 +78,18 @@ class Capabilities:
     context_tokens: int | None  # maximum length of prompt + answer; None if the server does not report it
     label: str  # label of the current weights
     model_path: str  # the folder it was started with, as the server sees it; "" if not reported
+    speculation: str = ""  # its algorithm of speculative decoding, which was found to lose nothing; "": none
+    slots_doubt: str = ""  # why `slots` may not be what its operator meant, and what to do; "": nothing says so
 
     @property
     def longest_request(self) -> int:
         """Maximum length of prompt + answer in tokens."""
         return min(self.context_tokens or self.kv_tokens, self.kv_tokens)
+
+    def require_meant(self, url: str, *, slots: int | None) -> None:
+        """Raise ConfigError if the number of slots may not be meant; `slots`: that of the configuration."""
+        if self.slots_doubt and slots is None:
+            raise ConfigError(f"{url}: {self.slots_doubt}, or set engine.slots to {self.slots} if that is meant")
 
 
 @dataclass(frozen=True, slots=True)

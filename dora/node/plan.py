@@ -101,7 +101,7 @@ def _engine(
         "device": engine.device,
         "threads": engine.threads,
         "min_step_ms": engine.min_step_ms or None,
-        "draft_tokens": engine.draft_tokens,
+        "draft_tokens": engine.draft_tokens or None,
         "nodes": part.nodes if part is not None else None,
         "node_rank": part.node_rank if part is not None else None,
         "master": part.master if part is not None else None,

@@ -14,7 +14,7 @@ from dora.errors import kind_of
 from dora.observe.drift import Alarm
 from dora.observe.durations import Durations
 from dora.observe.judges import JudgeRow
-from dora.observe.load import LoopLag, Rate
+from dora.observe.load import Acceptance, LoopLag, Rate
 from dora.observe.requests import RequestRow
 from dora.observe.scores import Score
 from dora.observe.steps import StepFacts
@@ -72,6 +72,7 @@ class ShellFacts:
     urls: dict[InstanceId, str] = field(default_factory=dict)  #: of the instances that are up
     down: dict[InstanceId, Down] = field(default_factory=dict)  #: the instances that are not up
     lag: LoopLag = field(default_factory=LoopLag)
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
     def note_step(self, step: StepFacts) -> None:
         """Add the next trained step."""

@@ -64,6 +64,24 @@ class Rate:
 
 
 @dataclass(slots=True)
+class Acceptance:
+    """What speculative decoding gives, over all answers of servers that have it."""
+
+    tokens: int = 0
+    steps: int = 0
+
+    def note(self, tokens: int, steps: int) -> None:
+        """Add an answer, or a part of it."""
+        self.tokens += tokens
+        self.steps += steps
+
+    @property
+    def length(self) -> float | None:
+        """Return the tokens of an answer for each decoding step; None without speculative decoding."""
+        return self.tokens / self.steps if self.steps else None
+
+
+@dataclass(slots=True)
 class LoopLag:
     """The event loop's lag, in seconds."""
 

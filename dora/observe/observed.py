@@ -58,6 +58,12 @@ class RunFacts:
             "visits", "at which a row was passed over, since the start, with `task.revisit_share`", "rows_passed_total"
         ),
     ]
+    accept_length: Annotated[
+        float | None,
+        Figure(
+            "tokens", "of an answer for each decoding step, with speculative decoding, since the start", "accept_length"
+        ),
+    ]
     counts: Counts  #: its fields are fields of the row
     environment_failed: Annotated[
         Mapping[str, int] | None,
@@ -235,6 +241,7 @@ class Observed:
             window=state.window_size,
             dropped=now.dropped,
             rows_passed=now.rows_passed,
+            accept_length=now.accept_length,
             counts=now.counts,
             environment_failed=now.environment.failed if now.environment is not None else None,
             lag_p99_s=now.lag_p99_s,

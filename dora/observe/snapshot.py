@@ -242,6 +242,9 @@ class Snapshot:
     rank_s: dict[str, float]  #: seconds of all trainer ranks by activity, most first, as far as reported
     instance_s: dict[str, float]  #: seconds of all instances by activity, most first
     tokens_per_s: float  #: sampled, over the last ten seconds
+    accept_length: Annotated[
+        float | None, Metric("accept_length", "Tokens of an answer for each decoding step (speculative decoding).")
+    ] = None  #: None without speculative decoding
     trained_tokens_per_s: float  #: over the last steps
     counts: Counts
     environment: EnvironmentRow | None  #: None without one
@@ -309,6 +312,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         rank_s=_most_first(shell.rank_s),
         instance_s=_most_first(shell.instance_s),
         tokens_per_s=shell.rate.per_s,
+        accept_length=shell.acceptance.length,
         trained_tokens_per_s=_trained_tokens_per_s(shell),
         counts=_counts(state),
         environment=_environment(state) if shell.has_environment else None,

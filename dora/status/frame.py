@@ -141,7 +141,8 @@ def _tokens(s: Snapshot, *, is_over: bool) -> Line:
     if is_over:
         return _row("tokens", f"{s.num_tokens:,} sampled, {s.num_trained_tokens:,} trained{with_observations(s)}")
     speed = f"{s.tokens_per_s:,.0f} sampled, {s.trained_tokens_per_s:,.0f} trained"
-    return _row("tokens/s", speed, is_optional=True)
+    several = f"; {s.accept_length:.2f} tokens a step" if s.accept_length is not None else ""
+    return _row("tokens/s", speed + several, is_optional=True)
 
 
 def _left_out(s: Snapshot) -> Line:

@@ -30,6 +30,7 @@ GROUPS: Final = {
         "live_versions",
         "window",
         "rows_passed",
+        "accept_length",
     ),
     "staleness": ("staleness_mean",),
     "time": ("at", "duration_s", "idle_s"),

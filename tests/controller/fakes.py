@@ -379,6 +379,10 @@ class Surroundings:
     graders: Any = field(default_factory=FakeGraders)
     fails_truncated: bool = False
     visits: Visits = field(default_factory=Visits)
+    steps_taken: list[tuple[int, int]] = field(default_factory=list)  # tokens, steps
+
+    def steps(self, num_tokens: int, num_steps: int) -> None:
+        self.steps_taken.append((num_tokens, num_steps))
 
     @property
     def ids(self) -> RequestIds:
@@ -389,7 +393,7 @@ class Surroundings:
         sampling = Sampling(0, MAX_NEW_TOKENS, 1.0, self.tokenizer.eos_ids, self.evaluations)
         served = ServedWeights(self.published)
         return StreamAttempt(
-            self.engine, self.fleet, self.trajectories, self.published, served, sampling, self.ids, self.now
+            self.engine, self.fleet, self.trajectories, self.published, served, sampling, self.ids, self.now, self.steps
         )
 
     @property

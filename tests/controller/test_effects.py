@@ -101,13 +101,14 @@ PUBLISHED = Published(RUN_ID, files={version: {"model.safetensors": f"{version}"
 LABEL = PUBLISHED.label(4)
 
 
-def chunk(*tokens: int, finish: str | None = None, label: str = LABEL) -> bytes:
+def chunk(*tokens: int, finish: str | None = None, label: str = LABEL, **more: Any) -> bytes:
     """A whole cumulative stream so far; with `finish` its last chunk."""
     meta = {
         "output_token_logprobs": [[-0.5, token, None] for token in tokens],
         "completion_tokens": len(tokens),
         "finish_reason": {"type": finish} if finish else None,
         "weight_versions": [{"version": label, "start": 0, "end": len(tokens)}] if finish else None,
+        **more,
     }
     return f"data: {json.dumps({'meta_info': meta})}\n\n".encode()
 
@@ -127,6 +128,17 @@ async def test_an_answer_is_streamed_into_its_record_and_finished(io: Surroundin
     assert record(io).tokens.tolist() == [*ANSWER, eos(io)]
     assert record(io).logprobs.tolist() == [-0.5] * 4
     assert not record(io).truncated
+
+
+async def test_the_steps_of_speculative_decoding_are_told_and_those_of_other_servers_are_not(
+    io: Surroundings, server: ScriptedServer
+) -> None:
+    server.streams(chunk(*ANSWER, eos(io), finish="stop", spec_verify_ct=2))
+    await io.generate(order())
+    assert io.steps_taken == [(4, 2)]
+    server.streams(chunk(*ANSWER, eos(io), finish="stop"))
+    await io.generate(order(2))
+    assert io.steps_taken == [(4, 2)]
 
 
 async def test_a_request_carries_what_makes_it_exact(io: Surroundings, server: ScriptedServer) -> None:

@@ -183,9 +183,10 @@ def test_an_interface_is_found_from_an_address_or_a_name():
     assert interface_of("192.0.2.1") == ""
 
 
-def test_an_embedded_engine_is_told_the_least_duration_of_its_steps():
+def test_an_embedded_engine_is_told_the_least_duration_of_its_steps_and_the_length_of_drafts():
     assert engines("engine.min_step_ms=10")[0].argv[-2:] == ("--min-step-ms", "10.0")
-    assert "--min-step-ms" not in engines()[0].argv
+    assert engines("engine.draft_tokens=4")[0].argv[-2:] == ("--draft-tokens", "4")
+    assert not {"--min-step-ms", "--draft-tokens"} & {*engines()[0].argv}
 
 
 @pytest.mark.parametrize(

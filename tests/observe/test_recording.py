@@ -54,6 +54,7 @@ ADDED = [
     b'"requests":[],',
     b',"trainer_losses":0',
     b',"rows_passed":null',
+    b',"accept_length":null',
     b',"unload":' + msgspec.json.encode(DurationHistogram()),
 ]
 #: What rows have said since then.

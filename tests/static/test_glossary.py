@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 #: Avoided words with another meaning: the rooms of dora/ where that is at home.
 ELSEWHERE = {
-    "accept": {"app", "cli", "engine"},  # of changed settings; the HTTP header
+    "accept": {"app", "cli", "engine", "observe"},  # of changed settings; the HTTP header; of drafts
     "action": {"sim", "embedded", "environments"},  # due at a simulated time; of an orphaned receiver; of OpenEnv
     "age": {"sim"},  # tokens that a simulated request has decoded
     "ban": {"embedded"},  # of tokens before min_new_tokens

@@ -160,6 +160,14 @@ def test_rows_that_were_passed_over_are_counted(middle: Snapshot, tmp_path: Path
     assert "passed over" not in "".join(summary(middle, folder=RunFolder(tmp_path), violations=0))
 
 
+def test_what_speculative_decoding_gives_is_shown_where_servers_have_it(middle: Snapshot, tmp_path: Path):
+    now = replace(middle, accept_length=2.345)
+    assert "  speculative decoding: 2.35 tokens a step" in summary(now, folder=RunFolder(tmp_path), violations=0)
+    assert "speculative decoding" not in "".join(summary(middle, folder=RunFolder(tmp_path), violations=0))
+    assert "trained; 2.35 tokens a step" in shown(now)
+    assert "a step" not in shown(middle)
+
+
 def test_episodes_are_shown_where_there_is_an_environment(calling: Snapshot, middle: Snapshot, tmp_path: Path):
     tokens = "40 tokens sampled and 6 observed"
     turns = f"2.2 turns (at most 4), {tokens}, reward by turn 0.25 0.50, ended by a budget: 2 of turns, moves 2.5"

@@ -1,8 +1,8 @@
 """The probe of a server's capabilities, made once when it joins the run.
 
-A server that cannot prove C1 (it returns no log-probs, or no version of its weights) is refused. The probe decides, not
-the version string, which means nothing in a build from source, a patched server or the embedded engine. The probe
-changes nothing on the server and does not disturb other users.
+A server that cannot prove C1 (it returns no log-probs, or no version of its weights) is refused, and so is one that
+speculates with losses. The probe decides, not the version string, which means nothing in a build from source, a patched
+server or the embedded engine. The probe changes nothing on the server and does not disturb other users.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dora.engine.api import Capabilities, GenerateRequest
 from dora.engine.errors import RequestRefused
 from dora.engine.sglang.answers import ServerInfo, read_server_info
 from dora.engine.sglang.client import EngineClient
+from dora.engine.sglang.speculation import require_lossless, slots_doubt
 from dora.errors import ConfigError, ProtocolError, RemoteError
 
 
@@ -21,10 +22,12 @@ async def probe(client: EngineClient, url: str, *, timeout_s: float) -> Capabili
     """Read the server's arguments and load, and generate one token with everything that a rollout needs."""
     try:
         async with asyncio.timeout(timeout_s):
-            info = read_server_info(await client.server_info(url), ServerInfo, url=url)
+            arguments = await client.server_info(url)
+            info = read_server_info(arguments, ServerInfo, url=url)
             loads = await client.loads(url)
             label = await client.weight_version(url)
             await _generate_one_token(client, url, server=info.version)
+            speculation = await require_lossless(client, url, arguments, timeout_s=timeout_s)
     except TimeoutError as err:
         raise RemoteError(f"{url}: the probe did not end within {timeout_s:g} s") from err
     return Capabilities(
@@ -36,6 +39,8 @@ async def probe(client: EngineClient, url: str, *, timeout_s: float) -> Capabili
         context_tokens=info.max_req_input_len,
         label=label,
         model_path=info.model_path or "",
+        speculation=speculation,
+        slots_doubt=slots_doubt(speculation, slots=loads.max_running),
     )
 
 

@@ -50,6 +50,7 @@ class _Meta(msgspec.Struct, gc=False):
     weight_versions: list[_Span] | None = None
     weight_version: str | None = None  # valid in the last chunk only
     cached_tokens: int = 0
+    spec_verify_ct: int = 0
 
 
 class _Error(msgspec.Struct, gc=False):
@@ -164,6 +165,7 @@ class StreamParser:
             spans=spans,
             num_tokens=self._num_tokens,
             cached_tokens=meta.cached_tokens,
+            num_steps=meta.spec_verify_ct,
         )
 
 

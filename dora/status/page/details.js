@@ -53,6 +53,7 @@ function figures(s) {
     "groups left out": listed(s.dropped),
     ...(s.rows_passed ? { "rows passed over": `${count(s.rows_passed)}, as the rewards of their last groups were equal` } : {}),
     "tokens": `${short(s.num_tokens)} sampled, ${short(s.num_trained_tokens)} trained; now ${short(s.tokens_per_s)} and ${short(s.trained_tokens_per_s)} tokens/s`,
+    ...(s.accept_length ? { "speculative decoding": `${s.accept_length.toFixed(2)} tokens a step` } : {}),
     "evaluations skipped": s.evaluations_skipped.length ? `of versions ${s.evaluations_skipped.join(", ")}: newer ones were due before their turn` : "none",
     "moves": `${count(s.counts.migrations)} answers moved, ${count(s.counts.recovered)} recovered after a loss, ${count(s.counts.late_completions)} late completions ignored`,
     ...episodes(s),
