@@ -105,6 +105,26 @@ def _against(by_setting: Mapping[tuple[str, tuple[str, ...]], Found], file: str,
     return f"{f'**{text}**' if slower[0] > 1 else text}; {staleness}"
 
 
+def _speculation(found: Results) -> str:
+    head = "fleet | strategy | K | split | step s without (range) | with | times as fast (range) | × limit with"
+    by_setting = {(one.case.file, one.case.strategy, one.case.sets): one for one in rows_of("speculation", found)}
+    lines = []
+    for (file, strategy, sets), one in by_setting.items():
+        base = by_setting.get((file, strategy, ()))
+        if sets and base is not None:
+            gains = sorted(b.step_s / r.step_s for b, r in zip(base.results, one.results, strict=True))
+            lines.append(
+                (
+                    *setting(one),
+                    base.text(".4g", lambda r: r.step_s),
+                    one.text(".4g", lambda r: r.step_s),
+                    f"{median(gains):.2f} ({gains[0]:.2f}-{gains[-1]:.2f})",
+                    one.text(".3f", lambda r: r.ratio),
+                )
+            )
+    return table(head, lines) + commands("speculation", found)
+
+
 def _interrupt(found: Results) -> str:
     head = (
         "case | strategy | K | split | step s (range) | × limit | staleness mean, max | C1: mixed answers | "
@@ -294,6 +314,7 @@ _BLOCKS: Final[dict[str, Callable[[Results], str]]] = {
     "paper": _paper,
     "rules": _rules,
     "interrupt": _interrupt,
+    "speculation": _speculation,
     "peers": _peers,
     "sensitivity": _sensitivity,
     "agent": _agent,

@@ -253,7 +253,9 @@ def set_key(data: dict[str, Any], override: str) -> str:
 def _step_into(node: Any, key: str, *, override: str) -> Any:
     """Return the child of a table, or of a list by its index; the first index past the end appends."""
     if isinstance(node, dict):
-        return node.setdefault(key, {})
+        if node.get(key) is None:  # a section that is absent
+            node[key] = {}
+        return node[key]
     if not isinstance(node, list):
         raise ConfigError(f"--set {override}: the value that should contain '{key}' is not a table or a list")
     if not key.isdecimal() or int(key) > len(node):

@@ -1,10 +1,11 @@
 """One simulated inference server: continuous batching with a KV limit, in closed form between changes of the batch.
 
-All running requests gain one token per decoding step, and a step takes `DecodeTime.step_s` of the batch. Between two
-changes of the batch the time of n steps is a quadratic in n, so nothing is computed per token: a request that joins at
-step j with a tokens has a + (steps - j) of them at any later step. A prefill halts the batch (as on a server without
-chunk mixing); resident siblings share the KV of their prompt. If the next step does not fit, the youngest request is
-evicted: it goes to the head of the queue and is prefilled again with all its tokens.
+All running requests gain one token per decoding step, and a step takes `DecodeTime.step_s` of the batch; one with
+drafts counts as the steps whose tokens it gives, each of which takes its part of the time. Between two changes of the
+batch the time of n steps is a quadratic in n, so nothing is computed per token: a request that joins at step j with a
+tokens has a + (steps - j) of them at any later step. A prefill halts the batch (as on a server without chunk mixing);
+resident siblings share the KV of their prompt. If the next step does not fit, the youngest request is evicted: it goes
+to the head of the queue and is prefilled again with all its tokens.
 
 A request whose turn ends with a call has ended, but its KV stays, as in a prefix cache, until another request needs the
 space; the KV that was idle longest is dropped first. If the answer continues here, only tokens that are not in its KV
@@ -162,15 +163,17 @@ class SimulatedInstance:
     def _duration(self, steps: int) -> float:
         """Return the seconds of the next `steps`, with the batch as it is."""
         decode, running = self.server.decode, self.num_running
-        first = decode.base_s + decode.per_request_s * running + decode.per_token_s * self.context
-        return self.slowness * steps * (first + decode.per_token_s * running * (steps - 1) / 2)
+        longer_s, tokens = self.server.drafting(running)
+        first = decode.base_s + decode.per_request_s * running + decode.per_token_s * self.context + longer_s
+        return self.slowness * steps * (first + decode.per_token_s * running * (steps - 1) / 2) / tokens
 
     def _steps_in(self, now: float) -> int:
         """Return the number of whole steps between the anchor and `now`: the inverse of `_duration`."""
         decode, running = self.server.decode, self.num_running
-        span = (now - self.anchor) / self.slowness
+        longer_s, tokens = self.server.drafting(running)
+        span = (now - self.anchor) / self.slowness * tokens
         slope = decode.per_token_s * running / 2
-        first = decode.step_s(num_requests=running, num_tokens=self.context) - slope
+        first = decode.step_s(num_requests=running, num_tokens=self.context) + longer_s - slope
         return (
             int(span / first) if slope == 0 else int(2 * span / (first + math.sqrt(first * first + 4 * slope * span)))
         )
@@ -184,7 +187,9 @@ class SimulatedInstance:
             self._ahead -= steps
         middle = self.used + running * steps / 2
         fill = min(1.0, max(running / server.slots, middle / server.kv_tokens))
-        thin = self.slowness * server.decode.base_s * steps * (1 - fill)
+        longer_s, tokens = server.drafting(running)
+        base_s = server.decode.base_s
+        thin = self.slowness * steps * max(0.0, (base_s + longer_s) / tokens - base_s * fill)
         self.use.full_s += taken - thin
         if self.is_newest:
             self.use.thin_new_s += thin

@@ -165,6 +165,8 @@ class _Block:
         read_s = prompts * (server.prefill_s_per_token + server.prefill_s_per_token2 * prompts / 2)
         context = self.decoded * prompts[:, None] + self.before
         decode_s = self.decoded * (decode.base_s + decode.per_request_s) + decode.per_token_s * context
+        longer_s, tokens = server.drafting(1)
+        decode_s = (decode_s + self.decoded * longer_s) / tokens
         return np.asarray(read_s[:, None] + decode_s + self.results_s(server) + self.waited_s)
 
 
@@ -203,8 +205,13 @@ def _decode_s(block: _Block, *, server: SimulatedServer, called_s: float) -> flo
     steps = max((grown + shared) / server.kv_tokens, tokens / server.slots)
     decode = server.decode
     rest_s = tokens * decode.per_request_s + read * decode.per_token_s
-    slots_s = tokens * decode.base_s + rest_s + called_s  # the least that the answers hold
-    return max(steps * decode.base_s + rest_s, slots_s / server.slots)
+    full_s = steps * decode.base_s + rest_s
+    held_s = tokens * decode.base_s + rest_s  # of slots, the least that the answers need
+    if (drafts := server.speculation) is not None:
+        longer_s = steps * drafts.draft_s + tokens * drafts.draft_tokens * drafts.per_draft_s
+        full_s = min(full_s, (full_s + longer_s) / drafts.tokens)
+        held_s /= drafts.tokens
+    return max(full_s, (held_s + called_s) / server.slots)
 
 
 def _speed(workload: Workload) -> float:

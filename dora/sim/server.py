@@ -12,6 +12,28 @@ from dora.core.events import Span
 from dora.sim.tools import Call
 
 
+class Speculation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Speculative decoding: a step may give an answer several tokens, and takes longer.
+
+    Of the tokens that are drafted for an answer, each is kept with probability `acceptance` if the one before it is, as
+    in arXiv 2211.17192 (section 3); one more is sampled behind them. Every answer gains the expected number.
+    """
+
+    draft_tokens: int = 4
+    acceptance: float = 0.7
+    draft_s: float = 0.0  #: of each step, to make drafts
+    per_draft_s: float = 0.0  #: for each drafted token of each request, to compute it
+
+    @property
+    def tokens(self) -> float:
+        """Return the tokens that an answer gains in a step."""
+        return sum(self.acceptance**number for number in range(self.draft_tokens + 1))
+
+    def longer_s(self, num_requests: int) -> float:
+        """Return by how much a step is longer."""
+        return self.draft_s + self.per_draft_s * self.draft_tokens * num_requests
+
+
 class SimulatedServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The capabilities of every instance of a fleet."""
 
@@ -22,6 +44,17 @@ class SimulatedServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_s_per_token2: float = 0.0  #: attention: multiplied by the tokens and by the context that they attend to
     kv_bytes_per_token: int = 0
     kv_bytes_s: float = 0.0  #: bytes/s for the transfer of a moved answer's KV; 0: its tokens are prefilled again
+    speculation: Speculation | None = None
+
+    def drafting(self, num_requests: int) -> tuple[float, float]:
+        """Return by how many seconds a step of so many requests is longer for drafts, and the tokens that each gains in
+        it: (0, 1) if drafts do not pay even without any context, which only makes a step longer."""
+        drafts = self.speculation
+        if drafts is None:
+            return 0.0, 1.0
+        step_s = self.decode.step_s(num_requests=num_requests, num_tokens=0)
+        longer_s = drafts.longer_s(num_requests)
+        return (longer_s, drafts.tokens) if step_s + longer_s < step_s * drafts.tokens else (0.0, 1.0)
 
     def prefill_s(self, num_tokens: int, *, cached: int = 0) -> float:
         """Return the seconds to read `num_tokens` after `cached` tokens that are already in KV."""

@@ -301,7 +301,7 @@ class Workload(_Part, frozen=True):
             )
         share = max(0.0, times * (free + fleet.weight_bytes) - fleet.weight_bytes) / free
         fixed_s = min(fleet.fixed_step_s, decode.base_s)
-        changes = {
+        changes: dict[str, Any] = {
             "slots": max(1, int(server.slots * times)),
             "kv_tokens": int(server.kv_tokens * share),
             "prefill_s_per_token": server.prefill_s_per_token / times,
@@ -312,6 +312,9 @@ class Workload(_Part, frozen=True):
                 per_token_s=decode.per_token_s / times,
             ),
         }
+        if (drafts := server.speculation) is not None:
+            narrower = msgspec.structs.replace(drafts, per_draft_s=drafts.per_draft_s / times)
+            changes["speculation"] = narrower
         return self.with_changes(
             fleet={
                 "devices_per_instance": devices,
@@ -418,6 +421,8 @@ def _number_problems(workload: Workload) -> list[str]:
     found = [f"{name}: {value} is below 0" for name, value in numbers.items() if value < 0]
     found += [f"{name}: must be at least {least}" for name, least in _AT_LEAST.items() if numbers[name] < least]
     found += [f"{name}: must be above 0" for name in _DIVISORS if numbers[name] == 0]
+    if (drafts := workload.fleet.server.speculation) is not None and drafts.acceptance > 1:
+        found.append("fleet.server.speculation.acceptance: must be at most 1")
     if workload.faults.push_failure_share >= 1:
         found.append("faults.push_failure_share: must be below 1; otherwise no server ever holds a version")
     return found

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from dora.core.commands import Generate
 from dora.core.decode_time import DecodeTime
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.sim.instance import HEADROOM_TOKENS, SimulatedInstance
-from dora.sim.server import Request, SimulatedServer, Use
+from dora.sim.server import Request, SimulatedServer, Speculation, Use
 
 DECODE = DecodeTime(base_s=1e-2, per_request_s=1e-3, per_token_s=1e-5)
+DRAFTS = Speculation(draft_tokens=2, acceptance=0.6, draft_s=1e-3, per_draft_s=2.5e-3)
 SERVER = SimulatedServer(slots=8, kv_tokens=10_000, decode=DECODE, prefill_s_per_token=1e-4)
 
 
@@ -40,12 +42,16 @@ def run_out(one: SimulatedInstance) -> dict[TrajectoryId, float]:
     return ends
 
 
-def token_by_token(totals: list[int], *, prompt: int) -> list[float]:
+def token_by_token(totals: list[int], *, prompt: int, drafts: Speculation | None = None) -> list[float]:
     """The same by stepping: all begin together and are prefilled in turn, and none share a prompt."""
     at = len(totals) * prompt * SERVER.prefill_s_per_token
     ends, step = [0.0] * len(totals), 0
     while running := [i for i, total in enumerate(totals) if total > step]:
-        at += DECODE.step_s(num_requests=len(running), num_tokens=len(running) * (prompt + step))
+        took = DECODE.step_s(num_requests=len(running), num_tokens=len(running) * (prompt + step))
+        if drafts is not None and len(running) <= 2:  # where they pay
+            took += drafts.draft_s + drafts.per_draft_s * drafts.draft_tokens * len(running)
+            took /= 1 + 0.6 + 0.36
+        at += took
         step += 1
         for i in running:
             if totals[i] == step:
@@ -59,9 +65,22 @@ def test_the_batch_in_closed_form_is_the_sum_over_its_steps() -> None:
     assert [ends[TrajectoryId(i)] for i in range(5)] == pytest.approx(token_by_token(totals, prompt=100), rel=1e-9)
 
 
-def test_reading_the_state_in_between_changes_nothing() -> None:
+def test_a_step_with_drafts_is_one_of_several_tokens_where_they_pay() -> None:
+    """A step of n requests takes 10 + n ms, drafts 1 + 5 n ms more, for 1.96 tokens: with up to two requests."""
+    server = msgspec.structs.replace(SERVER, speculation=DRAFTS)
+    assert [server.drafting(n)[1] > 1 for n in (1, 2, 3, 8)] == [True, True, False, False]
+    totals = [1, 50, 50, 333, 700]
+    ends = run_out(instance(server, *(request(i, total=n) for i, n in enumerate(totals))))
+    expected = token_by_token(totals, prompt=100, drafts=DRAFTS)
+    assert [ends[TrajectoryId(i)] for i in range(5)] == pytest.approx(expected, rel=1e-9)
+    assert expected < token_by_token(totals, prompt=100)
+
+
+@pytest.mark.parametrize("drafts", [None, DRAFTS])
+def test_reading_the_state_in_between_changes_nothing(drafts: Speculation | None) -> None:
     totals = [40, 170, 333]
-    watched = instance(SERVER, *(request(i, total=n) for i, n in enumerate(totals)))
+    server = msgspec.structs.replace(SERVER, speculation=drafts)
+    watched = instance(server, *(request(i, total=n) for i, n in enumerate(totals)))
     now, ends, last = 0.0, {}, [0, 0, 0]
     while watched.num_running:
         now = min(now + 0.1234, watched.next_at())
@@ -70,7 +89,8 @@ def test_reading_the_state_in_between_changes_nothing() -> None:
             assert last[id] <= watched.tokens(r) <= totals[id]
             last[id] = watched.tokens(r)
         ends.update((r.order.trajectory, now) for r in watched.settle())
-    assert [ends[TrajectoryId(i)] for i in range(3)] == pytest.approx(token_by_token(totals, prompt=100), rel=1e-9)
+    expected = token_by_token(totals, prompt=100, drafts=drafts)
+    assert [ends[TrajectoryId(i)] for i in range(3)] == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("changed", [60, 400])
