@@ -307,7 +307,7 @@ class CausalDecoder:
         self._cache.aim(write_at_BT.flatten(), rows=slice(0, live), positions=positions)
         readable = torch.arange(positions, device=self._device) <= position_BT[:, :, None]
         mask = torch.where(readable, 0.0, -torch.inf).to(self._mask.dtype)[:, None]
-        self._aim_adapters(slice(0, live))
+        self._aim_adapters(slice(0, self._live))
         token_BT = torch.cat((self._token[:live, None], draft_BT), dim=1)
         return self._forward(token_BT, mask, position_BT, keep=0), position_BT
 
