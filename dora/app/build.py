@@ -81,6 +81,7 @@ def make_fleet(
             model=model,
             path_map=config.engine.path_map,
             adapters=adapter_needs(config) if opened.job.settings.adapters else None,
+            transfer=config.weights.transfer,
         ),
         inbox=opened.inbox,
         in_flight=opened.in_flight,

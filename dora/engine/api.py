@@ -80,16 +80,22 @@ class Capabilities:
     model_path: str  # the folder it was started with, as the server sees it; "" if not reported
     speculation: str = ""  # its algorithm of speculative decoding, which was found to lose nothing; "": none
     slots_doubt: str = ""  # why `slots` may not be what its operator meant, and what to do; "": nothing says so
+    not_from_disk: str = ""  # why it cannot be pushed to through a folder; "": it can
 
     @property
     def longest_request(self) -> int:
         """Maximum length of prompt + answer in tokens."""
         return min(self.context_tokens or self.kv_tokens, self.kv_tokens)
 
-    def require_meant(self, url: str, *, slots: int | None) -> None:
-        """Raise ConfigError if the number of slots may not be meant; `slots`: that of the configuration."""
+    def require_meant(self, url: str, *, slots: int | None, transfer: str) -> None:
+        """Raise ConfigError if a run with these settings would not do with the server what its operator means.
+
+        `slots` and `transfer`: `engine.slots` and `weights.transfer`.
+        """
         if self.slots_doubt and slots is None:
             raise ConfigError(f"{url}: {self.slots_doubt}, or set engine.slots to {self.slots} if that is meant")
+        if self.not_from_disk and transfer == "disk":
+            raise ConfigError(f"{url}: {self.not_from_disk}; set weights.transfer to distributed")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from scripted_server import ScriptedServer, captured
 from dora.engine.api import Capabilities
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.probe import probe
+from dora.engine.sglang.target import PushTarget
 from dora.errors import ConfigError
 
 VOCAB = 50
@@ -75,6 +76,10 @@ class Speculating(ScriptedServer):
 
     def _logprob(self, token: int, after: Sequence[int]) -> float:
         return -1e-3 if self.is_certain else logprob_of(token, after=after)
+
+
+async def _done(_: web.Request) -> web.Response:
+    return web.json_response({"success": True, "message": ""})
 
 
 @pytest.fixture
@@ -164,5 +169,26 @@ async def test_a_limit_of_requests_that_nobody_chose_is_refused_unless_it_is_nam
     speculating.says("/v1/loads", loads)
     found = await examined(client, speculating)
     with pytest.raises(ConfigError, match=r"at most 48 requests .* --max-running-requests, or set engine.slots to 48"):
-        found.require_meant(speculating.url, slots=None)
-    found.require_meant(speculating.url, slots=48)
+        found.require_meant(speculating.url, slots=None, transfer="disk")
+    found.require_meant(speculating.url, slots=48, transfer="disk")
+
+
+async def test_a_draft_model_is_never_overwritten(client: EngineClient, speculating: Speculating) -> None:
+    info = {
+        **captured("GET_server_info.json"),
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": "/models/draft",
+    }
+    speculating.says("/server_info", info)
+    found = await examined(client, speculating)
+    with pytest.raises(ConfigError, match="overwrites its draft model; set weights.transfer to distributed"):
+        found.require_meant(speculating.url, slots=48, transfer="disk")
+    found.require_meant(speculating.url, slots=48, transfer="distributed")
+    speculating.says("/server_info", {**info, "dp_size": 2})
+    with pytest.raises(ConfigError, match="every push would overwrite its draft model; start it with --dp-size 1"):
+        await examined(client, speculating)
+    speculating.answers["/begin_weight_update"] = speculating.answers["/update_weights_from_distributed"] = _done
+    target = PushTarget(client, speculating.url, {"group"})
+    await target.begin_update()
+    await target.receive("group", names=["a"], dtypes=["float32"], shapes=[[1]], timeout_s=10)
+    assert [body["selector"] for path, body in speculating.calls if "update" in path] == ["target", "target"]

@@ -39,8 +39,9 @@ async def probe(client: EngineClient, url: str, *, timeout_s: float) -> Capabili
         context_tokens=info.max_req_input_len,
         label=label,
         model_path=info.model_path or "",
-        speculation=speculation,
+        speculation=speculation.algorithm,
         slots_doubt=slots_doubt(speculation, slots=loads.max_running),
+        not_from_disk="an update from disk overwrites its draft model" if speculation.has_draft_model else "",
     )
 
 

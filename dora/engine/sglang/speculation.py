@@ -34,10 +34,20 @@ MEAN_TOLERANCE_16_BITS: Final = 5e-2
 LOWERED_SLOTS: Final = 48
 
 
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """The speculative decoding of a server."""
+
+    algorithm: str = ""  # "": none
+    has_draft_model: bool = False
+
+
 class _Speculation(msgspec.Struct):
     """The fields of /server_info about speculative decoding."""
 
     speculative_algorithm: str | None = None
+    speculative_draft_model_path: str | None = None
+    dp_size: int = 1
     speculative_accept_threshold_single: float = 1.0
     speculative_accept_threshold_acc: float = 1.0
     dtype: str = "auto"
@@ -53,15 +63,18 @@ class _Answer:
         self.logprobs.extend(logprobs)
 
 
-async def require_lossless(client: EngineClient, url: str, info: dict[str, Any], *, timeout_s: float) -> str:
-    """Return the server's algorithm of speculative decoding, "" without one.
+async def require_lossless(client: EngineClient, url: str, info: dict[str, Any], *, timeout_s: float) -> Speculation:
+    """Return the speculative decoding of a server.
 
-    ConfigError if it changes what is sampled, or the log-probs: only those of plain decoding are correct.
+    ConfigError if it changes what is sampled, or the log-probs: only those of plain decoding are correct; or if no push
+    could leave its draft model as it is.
     """
     found = read_server_info(info, _Speculation, url=url)
     algorithm = found.speculative_algorithm
     if algorithm is None:
-        return ""
+        return Speculation()
+    if (has_draft_model := found.speculative_draft_model_path is not None) and found.dp_size != 1:
+        raise ConfigError(f"{url}: every push would overwrite its draft model; start it with --dp-size 1")
     for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
         if (value := getattr(found, name)) != 1.0:
             flag = name.replace("_", "-")
@@ -80,16 +93,16 @@ async def require_lossless(client: EngineClient, url: str, info: dict[str, Any],
                 f"e^{chance:.0f}; SGLang with --speculative-algorithm {algorithm} takes the most probable token where "
                 "it has no kernel that samples, as on CPUs; start it without"
             )
-    return algorithm
+    return Speculation(algorithm, has_draft_model)
 
 
-def slots_doubt(algorithm: str, *, slots: int) -> str:
+def slots_doubt(speculation: Speculation, *, slots: int) -> str:
     """Return why a server's number of slots may not be meant."""
-    if not algorithm or slots != LOWERED_SLOTS:
+    if not speculation.algorithm or slots != LOWERED_SLOTS:
         return ""
     return (
         f"decodes at most {slots} requests at a time, to which SGLang lowers its limit for --speculative-algorithm "
-        f"{algorithm} unless it is given; start the server with --max-running-requests"
+        f"{speculation.algorithm} unless it is given; start the server with --max-running-requests"
     )
 
 

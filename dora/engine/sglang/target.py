@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from dora.core.strategies import Pause
 from dora.engine.sglang import protocol
 from dora.engine.sglang.answers import ServerInfo, read_server_info
 from dora.engine.sglang.client import EngineClient
 from dora.errors import RemoteError
+
+#: In updates by tensors: the draft model of speculative decoding keeps its weights. A server without one ignores it.
+MODEL_ALONE: Final = {"selector": "target"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ class PushTarget:
         await self.client.update(self.url, protocol.DESTROY_WEIGHTS_UPDATE_GROUP, {"group_name": group})
 
     async def begin_update(self) -> None:
-        await self.client.update(self.url, protocol.BEGIN_WEIGHT_UPDATE, {})
+        await self.client.update(self.url, protocol.BEGIN_WEIGHT_UPDATE, MODEL_ALONE)
 
     async def end_update(self) -> None:
         await self.client.update(self.url, protocol.END_WEIGHT_UPDATE, {})
@@ -115,6 +119,7 @@ class PushTarget:
             "group_name": group,
             "flush_cache": False,
             "abort_all_requests": False,
+            **MODEL_ALONE,
         }
         await self.client.update(self.url, protocol.UPDATE_WEIGHTS_FROM_DISTRIBUTED, body, timeout_s=timeout_s)
 
