@@ -181,11 +181,11 @@ async def test_a_draft_model_is_never_overwritten(client: EngineClient, speculat
     }
     speculating.says("/server_info", info)
     found = await examined(client, speculating)
-    with pytest.raises(ConfigError, match="overwrites its draft model; set weights.transfer to distributed"):
+    with pytest.raises(ConfigError, match=r"overwrites its draft model; set weights.transfer to distributed"):
         found.require_meant(speculating.url, slots=48, transfer="disk")
     found.require_meant(speculating.url, slots=48, transfer="distributed")
     speculating.says("/server_info", {**info, "dp_size": 2})
-    with pytest.raises(ConfigError, match="every push would overwrite its draft model; start it with --dp-size 1"):
+    with pytest.raises(ConfigError, match=r"every push would overwrite its draft model; start it with --dp-size 1"):
         await examined(client, speculating)
     speculating.answers["/begin_weight_update"] = speculating.answers["/update_weights_from_distributed"] = _done
     target = PushTarget(client, speculating.url, {"group"})
