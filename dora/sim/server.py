@@ -12,7 +12,7 @@ from dora.core.events import Span
 from dora.sim.tools import Call
 
 
-class Speculation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SpeculationModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Speculative decoding: a step may give an answer several tokens, and takes longer.
 
     Of the tokens that are drafted for an answer, each is kept with probability `acceptance` if the one before it is, as
@@ -44,7 +44,7 @@ class SimulatedServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_s_per_token2: float = 0.0  #: attention: multiplied by the tokens and by the context that they attend to
     kv_bytes_per_token: int = 0
     kv_bytes_s: float = 0.0  #: bytes/s for the transfer of a moved answer's KV; 0: its tokens are prefilled again
-    speculation: Speculation | None = None
+    speculation: SpeculationModel | None = None
 
     def drafting(self, num_requests: int) -> tuple[float, float]:
         """Return by how many seconds a step of so many requests is longer for drafts, and the tokens that each gains in

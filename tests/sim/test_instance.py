@@ -11,10 +11,10 @@ from dora.core.commands import Generate
 from dora.core.decode_time import DecodeTime
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.sim.instance import HEADROOM_TOKENS, SimulatedInstance
-from dora.sim.server import Request, SimulatedServer, Speculation, Use
+from dora.sim.server import Request, SimulatedServer, SpeculationModel, Use
 
 DECODE = DecodeTime(base_s=1e-2, per_request_s=1e-3, per_token_s=1e-5)
-DRAFTS = Speculation(draft_tokens=2, acceptance=0.6, draft_s=1e-3, per_draft_s=2.5e-3)
+DRAFTS = SpeculationModel(draft_tokens=2, acceptance=0.6, draft_s=1e-3, per_draft_s=2.5e-3)
 SERVER = SimulatedServer(slots=8, kv_tokens=10_000, decode=DECODE, prefill_s_per_token=1e-4)
 
 
@@ -42,7 +42,7 @@ def run_out(one: SimulatedInstance) -> dict[TrajectoryId, float]:
     return ends
 
 
-def token_by_token(totals: list[int], *, prompt: int, drafts: Speculation | None = None) -> list[float]:
+def token_by_token(totals: list[int], *, prompt: int, drafts: SpeculationModel | None = None) -> list[float]:
     """The same by stepping: all begin together and are prefilled in turn, and none share a prompt."""
     at = len(totals) * prompt * SERVER.prefill_s_per_token
     ends, step = [0.0] * len(totals), 0
@@ -77,7 +77,7 @@ def test_a_step_with_drafts_is_one_of_several_tokens_where_they_pay() -> None:
 
 
 @pytest.mark.parametrize("drafts", [None, DRAFTS])
-def test_reading_the_state_in_between_changes_nothing(drafts: Speculation | None) -> None:
+def test_reading_the_state_in_between_changes_nothing(drafts: SpeculationModel | None) -> None:
     totals = [40, 170, 333]
     server = msgspec.structs.replace(SERVER, speculation=drafts)
     watched = instance(server, *(request(i, total=n) for i, n in enumerate(totals)))

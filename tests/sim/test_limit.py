@@ -7,7 +7,7 @@ import pytest
 
 from dora.core.decode_time import DecodeTime
 from dora.sim.limit import Limit, limit
-from dora.sim.server import SimulatedServer, Speculation
+from dora.sim.server import SimulatedServer, SpeculationModel
 from dora.sim.workload import Workload
 from tests.sim.worlds import constant, workload
 
@@ -82,7 +82,7 @@ def test_filtered_groups_count_as_decoded() -> None:
 
 def test_drafts_shorten_the_slowest_answer_and_decoding_where_they_pay() -> None:
     """Of two drafted tokens, half and a quarter are kept: 1.75 tokens a step."""
-    drafts = Speculation(draft_tokens=2, acceptance=0.5, draft_s=0.001, per_draft_s=0.0005)
+    drafts = SpeculationModel(draft_tokens=2, acceptance=0.5, draft_s=0.001, per_draft_s=0.0005)
     found = bound(plain(server=msgspec.structs.replace(PLAIN, speculation=drafts)))
     assert found.slowest_s == pytest.approx(1.25 + (0.01 + 0.001 + 2 * 0.0005) / 1.75 * 100)
     assert found.decode_s == pytest.approx(16 * 100 / 4 * (0.01 + 0.001 + 2 * 4 * 0.0005) / 1.75 / 2)
