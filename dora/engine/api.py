@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 from dora.adapter_files import Proof
 from dora.core.strategies import Pause
 from dora.errors import ConfigError
+from dora.routing import Chosen, RoutingShape
 
 #: `stop`: an end token; `length`: the token budget is used up; `abort`: `InferenceEngine.stop` was called.
 FinishReason = Literal["stop", "length", "abort"]
@@ -33,6 +34,14 @@ def no_stage(stage: PushStage) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class AskedRouting:
+    """The choice of experts is to be returned at the end of a request."""
+
+    shape: RoutingShape
+    start: int  # position in `GenerateRequest.tokens` of the first token of interest; at most that of the last one
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One attempt at one trajectory. The answer consists of token ids and log-probs, never of text."""
 
@@ -46,6 +55,7 @@ class GenerateRequest:
     top_p: float = 1.0
     top_k: int = -1  # -1: off
     adapter: str | None = None  # name of an adapter that the server has loaded; None: the server's own weights
+    routing: AskedRouting | None = None  # None: the choice of experts is not asked for
     ignore_end: bool = False  # only the token budget ends the answer, not the model's end tokens nor `stop_tokens`
 
 
@@ -61,6 +71,9 @@ class GenerateResult:
     num_tokens: int  # output tokens of this request, including a matched stop token
     cached_tokens: int  # prompt tokens found in the prefix cache
     num_steps: int = 0  # decoding steps, from a server with speculative decoding; 0 from others
+    #: If it was asked for: from `AskedRouting.start` to the last but one token of prompt and answer, one row for each.
+    #: None also if the request ended before it generated anything.
+    chosen: Chosen | None = None
 
     @property
     def was_stopped(self) -> bool:

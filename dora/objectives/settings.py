@@ -86,6 +86,10 @@ class ObjectiveConfig(Section):
     vcpo: bool = False
     """Multiply the learning rate of an update by the square root of its effective sample size, (Σ w)² / (B Σ w²). B is
     the number of its sequences, and w is the product of the ratios of a sequence (the key `on` chooses the ratio)."""
+    router_replay: Literal["off", "r3"] = "off"
+    """Mixture-of-experts models: which experts the trainer sends each token to. `off`: those that it chooses itself.
+    `r3`: those that the engine chose when it sampled the token (R3, arXiv 2510.11370); the router's scores are the
+    trainer's, so the router is still trained."""
     proximal: Literal["copy", "approximate"] = "copy"
     """How π_o, the policy at the start of the step, is computed in updates after the first. `copy`: a copy of its
     weights is kept. `approximate`: log π_o is interpolated between log μ and log π by their versions (A-3PO)."""

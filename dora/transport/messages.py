@@ -18,10 +18,14 @@ from numpy.typing import NDArray
 
 from dora.core.ids import StepId, TrajectoryId, Truncation, VersionId
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 #: `MicroBatch.rewards_to_go` if all episodes have one turn.
 NO_TURNS: Final = np.zeros((0, 0, 0), np.float32)
+
+#: `MicroBatch.experts` if no choices of experts are replayed.
+NO_EXPERTS: Final = np.zeros((0, 0, 0), np.uint8)
+NOT_ROUTED: Final = np.zeros(0, np.uint8)
 
 #: What `MicroBatch.truncated` counts: the budget that ended the answer.
 TRUNCATIONS: Final[tuple[Truncation, ...]] = ("", "tokens", "turns", "time")
@@ -132,6 +136,12 @@ class MicroBatch(Message, frozen=True):
     #: [n, G, U] sum of each sibling's rewards from each turn on; for the first turn, group_rewards. After the last turn
     #: of a sibling, the value of its last turn. Empty if no sibling had several turns.
     rewards_to_go: NDArray[np.float32] = NO_TURNS
+    #: [T, layers, bytes] the experts that the engine chose: top_k ids of one byte each, or little-endian of two bytes
+    #: with more than 256 experts (dora/routing.py). Empty if they are not replayed.
+    experts: NDArray[np.uint8] = NO_EXPERTS
+    #: [T] 1: `experts` has the engine's choice; 2: that of a server which read the token again after the one that
+    #: sampled its successor was lost; 0: nothing is known. Empty if choices are not replayed.
+    routed: NDArray[np.uint8] = NOT_ROUTED
     update: int = 0  # 0 ... M - 1: the optimizer update that it belongs to
     closes: bool = False  # ends its update, as `last` always does; the same on all ranks
     parent: str = ""  # lineage before this step, that is, of the trainer's weights
