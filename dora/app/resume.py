@@ -297,6 +297,9 @@ def _fill(record: TrajectoryRecord, trajectory: Trajectory, stored: TokenStore) 
         record.logprobs = array("f", answer.logprobs[:end].tobytes())
         record.observed = [span for span in answer.observed if span[1] <= end]
         record.forks = [fork for fork in answer.forks if fork.start < end or not has_unknown]
+        if record.choices is not None and answer.choices is not None:
+            record.choices = answer.choices
+            record.choices.cut(len(record.prompt.tokens) + end)
 
 
 def _needed(state: State) -> dict[TrajectoryId, Trajectory]:

@@ -20,7 +20,8 @@ from dora.core.commands import TrainMicroBatch
 from dora.core.ids import GroupId, TrajectoryId, group_of
 from dora.core.tables import Group
 from dora.journal.rows import EpisodeRow
-from dora.transport.messages import NO_TURNS, TRUNCATIONS, MicroBatch
+from dora.routing import RoutingShape
+from dora.transport.messages import NO_EXPERTS, NO_TURNS, NOT_ROUTED, TRUNCATIONS, MicroBatch
 
 
 def build_wave(
@@ -29,10 +30,12 @@ def build_wave(
     records: Mapping[TrajectoryId, TrajectoryRecord],
     groups: Mapping[GroupId, Group],
     group_size: int,
+    routing: RoutingShape | None = None,
 ) -> list[MicroBatch]:
-    """Return the parts of a wave; `groups` are those committed to the step, by id."""
+    """Return the parts of a wave; `groups` are those committed to the step, by id. `routing`: of the choices of experts
+    that records keep; None: they keep none."""
     return [
-        _build(order, trajectories, records=records, groups=groups, group_size=group_size)
+        _build(order, trajectories, records=records, groups=groups, group_size=group_size, routing=routing)
         for trajectories in order.ranks
     ]
 
@@ -83,8 +86,10 @@ def _build(
     records: Mapping[TrajectoryId, TrajectoryRecord],
     groups: Mapping[GroupId, Group],
     group_size: int,
+    routing: RoutingShape | None,
 ) -> MicroBatch:
     chosen: list[tuple[TrajectoryId, EpisodeRow]] = [(t, row) for t in trajectories for row in records[t].rows()]
+    experts, routed = _choices([records[t] for t in trajectories], routing)
     owners = [groups[group_of(t, group_size=group_size)] for t, _ in chosen]
     rewards = [[math.nan if r is None else r for r in g.rewards] for g in owners]
     return MicroBatch(
@@ -105,7 +110,25 @@ def _build(
         truncated=np.array([TRUNCATIONS.index(records[t].truncated) for t, _ in chosen], np.uint8),
         sources=np.array([records[t].prompt.source_index for t, _ in chosen], np.uint8),
         rewards_to_go=_rewards_to_go(owners, records),
+        experts=experts,
+        routed=routed,
     )
+
+
+def _choices(
+    records: Sequence[TrajectoryRecord], routing: RoutingShape | None
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Return MicroBatch.experts and .routed of all rows of trajectories."""
+    if routing is None:
+        return NO_EXPERTS, NOT_ROUTED
+    experts, routed = [np.zeros((0, routing.row_bytes), np.uint8)], [NOT_ROUTED]
+    for record in records:
+        assert record.choices is not None, "all records of a run keep choices, or none"
+        for places in record.row_places():
+            experts.append(record.choices.experts(places))
+            routed.append(record.choices.marks(places))
+    shape = (-1, len(routing.layers), routing.top_k * routing.dtype.itemsize)
+    return np.concatenate(experts).reshape(shape), np.concatenate(routed)
 
 
 def _rewards_to_go(owners: Sequence[Group], records: Mapping[TrajectoryId, TrajectoryRecord]) -> NDArray[np.float32]:

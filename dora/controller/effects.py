@@ -29,7 +29,7 @@ from dora.core import events as ev
 from dora.core.ids import GroupId, InstanceId, TrajectoryId, VersionId
 from dora.core.strategies import Pause
 from dora.core.training import Feed
-from dora.engine.api import GenerateRequest, GenerateResult, InferenceEngine, PushStage
+from dora.engine.api import AskedRouting, GenerateRequest, GenerateResult, InferenceEngine, PushStage
 from dora.engine.errors import AdapterDisproved, RequestRefused, ServerGone
 from dora.engine.names import UNCONFIRMED, request_id
 from dora.errors import ConfigError, ProtocolError, RemoteError
@@ -77,7 +77,14 @@ class Sampling:
     max_row_tokens: int | None = None  # bound on all rows together of a forked episode in training
 
     def request(
-        self, trajectory: TrajectoryId, record: TrajectoryRecord, *, id: str, label: str, adapter: str | None = None
+        self,
+        trajectory: TrajectoryId,
+        record: TrajectoryRecord,
+        *,
+        id: str,
+        label: str,
+        adapter: str | None = None,
+        routing: AskedRouting | None = None,
     ) -> GenerateRequest:
         """Return the request that continues a trajectory from its tokens. `adapter`: None for the server's weights."""
         start = len(record.tokens)
@@ -91,6 +98,7 @@ class Sampling:
             seed=self.seed_of(trajectory, start - record.prompt_end),
             label=label,
             adapter=adapter,
+            routing=routing,
         )
 
     def seed_of(self, trajectory: TrajectoryId, num_tokens: int) -> int:
@@ -158,7 +166,10 @@ class StreamAttempt:
             return self._failed(order, record, server_gone=True, reason=f"instance {order.instance} is down")
         label = self.published.label(order.version)
         adapter = self.served.adapter(order.instance, order.version)
-        request = self.sampling.request(trajectory, record, id=self.ids.of(order), label=label, adapter=adapter)
+        routing = self.trajectories.asked_routing(record)
+        request = self.sampling.request(
+            trajectory, record, id=self.ids.of(order), label=label, adapter=adapter, routing=routing
+        )
         try:
             result = await self.engine.generate(url, request, partial(self.trajectories.append, trajectory, attempt))
         except ServerGone as err:
@@ -169,6 +180,8 @@ class StreamAttempt:
             is_final = isinstance(err, RequestRefused) and not err.retryable
             await asyncio.sleep(0.0 if is_final else FAILURE_PAUSE_S)
             return self._failed(order, record, server_gone=False, final=is_final, reason=str(err))
+        if result.chosen is not None:
+            self.trajectories.choose(trajectory, attempt, result.chosen, num_context=len(request.tokens))
         if result.num_steps:
             self.on_steps(result.num_tokens, result.num_steps)
         return self._ended(order, record, result, start=start)
@@ -436,5 +449,11 @@ class SendWave:
     def __call__(self, order: cmd.TrainMicroBatch, *, position: int) -> None:
         self.trajectories.forget_recalled(before=order.step)
         groups = {g.id: g for g in self.feed.groups(order.step)}
-        wave = build_wave(order, records=self.trajectories.records, groups=groups, group_size=self.group_size)
+        wave = build_wave(
+            order,
+            records=self.trajectories.records,
+            groups=groups,
+            group_size=self.group_size,
+            routing=self.trajectories.routing,
+        )
         self.trainer.train(self.lineage.add(wave), position=position)

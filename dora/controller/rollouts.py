@@ -209,6 +209,8 @@ def _join(chosen: list[Piece], order: TrainMicroBatch, *, group_size: int) -> Mi
         truncated=np.array([b.truncated[i] for b, i, _ in chosen], np.uint8),
         sources=np.array([b.sources[i] for b, i, _ in chosen], np.uint8),
         rewards_to_go=_rewards_to_go(chosen),
+        experts=np.concatenate([b.experts[s] for b, s in spans]),
+        routed=np.concatenate([b.routed[s] for b, s in spans]),
     )
 
 

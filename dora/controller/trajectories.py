@@ -12,9 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dora.core.ids import GroupId, StepId, TrajectoryId, Truncation
+from dora.engine.api import AskedRouting
+from dora.journal.choices import READ_AGAIN, SAMPLED, Choices, runs
 from dora.journal.rows import EpisodeRow, Fork, repeated, row_ids, rows_of
 from dora.observe.tokens import TokenLedger
+from dora.routing import Chosen, RoutingShape
 from dora.tasks.prompts import Prompt
 
 
@@ -35,6 +41,8 @@ class TokenLog(Protocol):
         fork: Fork | None = None,
     ) -> None: ...
 
+    def choose(self, trajectory: int, attempt: int, experts: bytes, marks: bytes, *, start: int) -> None: ...
+
 
 class TrajectoryRecord:
     """The data of one trajectory."""
@@ -43,6 +51,7 @@ class TrajectoryRecord:
         "attempt",
         "awaits_token",
         "began_at",
+        "choices",
         "forks",
         "logprobs",
         "metrics",
@@ -57,8 +66,10 @@ class TrajectoryRecord:
         "verdicts",
     )
 
-    def __init__(self, prompt: Prompt) -> None:
+    def __init__(self, prompt: Prompt, *, routing: RoutingShape | None = None) -> None:
+        """`routing`: of the choices of experts that are kept; None: none are."""
         self.prompt = prompt
+        self.choices = Choices(routing.row_bytes) if routing is not None else None
         self.tokens = array("i")  #: of the answer so far: sampled, and of observations
         self.logprobs = array("f")  #: behavior log-probs, one per token; 0 for those of observations
         self.observed: list[tuple[int, int]] = []  #: start and end of each observation
@@ -109,13 +120,25 @@ class TrajectoryRecord:
 
     def rows(self) -> list[EpisodeRow]:
         """Return its rows for the trainer."""
-        return rows_of(
-            array("i", self.prompt.tokens),
-            self.tokens,
-            mask=self.loss_mask().tobytes(),
-            logprobs=self.logprobs,
-            forks=self.forks,
-        )
+        return self._rows(array("i", self.prompt.tokens), self.tokens)
+
+    def _rows(self, prompt: array[int], answer: array[int]) -> list[EpisodeRow]:
+        mask = self.loss_mask().tobytes()
+        return rows_of(prompt, answer, mask=mask, logprobs=self.logprobs, forks=self.forks)
+
+    def _places(self) -> tuple[array[int], array[int]]:
+        """Return the places of the tokens of prompt and answer, counted through both."""
+        first = len(self.prompt.tokens)
+        return array("i", range(first)), array("i", range(first, first + len(self.tokens)))
+
+    def context_places(self) -> NDArray[np.int64]:
+        """Return the place of each token of `context`."""
+        prompt, answer = self._places()
+        return np.array(row_ids(prompt, answer, self.forks, len(self.forks)), np.int64)
+
+    def row_places(self) -> list[NDArray[np.int64]]:
+        """Return the place of each token of each of `rows`."""
+        return [np.array(row.ids, np.int64) for row in self._rows(*self._places())]
 
     def rewards_to_go(self, reward: float | None) -> list[float]:
         """Return for each turn the sum of its and all later rewards. `reward`: the sum of all; None gives NaN."""
@@ -140,11 +163,14 @@ class Trajectories:
         group_size: int,
         ledger: TokenLedger | None = None,
         on_first_token: Callable[[TrajectoryId], None] = lambda trajectory: None,
+        routing: RoutingShape | None = None,
     ) -> None:
-        """`ledger`: the account of the run so far. `on_first_token` is called with the first tokens of each request."""
+        """`ledger`: the account of the run so far. `on_first_token` is called with the first tokens of each request.
+        `routing`: what engines choose for each token of training, if that is kept."""
         self.ledger = ledger or TokenLedger(group_size=group_size)
         self._log = log
         self._on_first_token = on_first_token
+        self.routing = routing
         self._group_size = group_size
         self.records: dict[TrajectoryId, TrajectoryRecord] = {}
         self.prompts: dict[GroupId, Prompt] = {}  #: of groups that are not forgotten, and of those not admitted yet
@@ -156,11 +182,12 @@ class Trajectories:
         prompt = self.prompts[group]
         self._log.prompt(group, prompt.tokens, digest=prompt.digest, group_size=self._group_size)
         for sibling in self.siblings(group):
-            self.records[sibling] = TrajectoryRecord(prompt)
+            self.records[sibling] = TrajectoryRecord(prompt, routing=self.routing)
 
     def open(self, trajectory: TrajectoryId, prompt: Prompt) -> None:
         """Create a record, unless there is one."""
-        self.records.setdefault(trajectory, TrajectoryRecord(prompt))
+        routing = self.routing if trajectory >= 0 else None  # nothing is trained on evaluations
+        self.records.setdefault(trajectory, TrajectoryRecord(prompt, routing=routing))
 
     def recall(self, group: GroupId, prompt: Prompt, *, step: StepId) -> None:
         """Create the records of a group of a step that is trained again."""
@@ -195,6 +222,32 @@ class Trajectories:
         if record.awaits_token:
             record.awaits_token = False
             self._on_first_token(trajectory)
+
+    def asked_routing(self, record: TrajectoryRecord) -> AskedRouting | None:
+        """Return which choices a request that continues the trajectory is asked for: those that are not known."""
+        if record.choices is None or self.routing is None:
+            return None
+        places = record.context_places()
+        return AskedRouting(self.routing, min(record.choices.first_unknown(places), len(places) - 1))
+
+    def choose(self, trajectory: TrajectoryId, attempt: int, chosen: Chosen, *, num_context: int) -> None:
+        """Keep what the engine chose in a request that continued `num_context` tokens."""
+        record = self.records.get(trajectory)
+        if record is None or record.attempt != attempt or record.choices is None:
+            return
+        rows = len(chosen.experts)
+        places = record.context_places()[chosen.start :][:rows]
+        if len(places) < rows:
+            raise ValueError(f"trajectory {trajectory}: choices for {rows} tokens, of which {len(places)} are known")
+        sampled = np.concatenate([np.zeros(len(record.prompt.tokens), bool), np.array(record.loss_mask(), bool)])
+        followed_by_sampled = sampled[record.context_places()][chosen.start + 1 :][:rows]
+        is_earlier = np.arange(chosen.start + 1, chosen.start + 1 + rows) < num_context
+        marks = np.where(followed_by_sampled & is_earlier, READ_AGAIN, SAMPLED).astype(np.uint8)
+        experts = np.ascontiguousarray(chosen.experts.astype(chosen.experts.dtype.newbyteorder("<"), copy=False))
+        for start, end in runs(places):
+            data = experts[start:end].tobytes(), marks[start:end].tobytes()
+            record.choices.put(int(places[start]), *data)
+            self._log.choose(trajectory, attempt, *data, start=int(places[start]))
 
     def observe(
         self, trajectory: TrajectoryId, attempt: int, tokens: Sequence[int], *, fork: Fork | None = None

@@ -1,7 +1,9 @@
 """The token store: the prompt of each group, and the tokens of each trajectory as they arrived.
 
-It is a file of records in frames (frames.py). A record is a prompt or a chunk of an answer: a little-endian head, then
-raw arrays. Every record has the epoch of the controller that wrote it; a chunk also has its start position.
+It is a file of records in frames (frames.py). Most records are a prompt or a chunk of an answer: a little-endian head,
+then raw arrays. Every record has the epoch of the controller that wrote it; a chunk also has its start position.
+
+A record may also have what an engine chose for consecutive tokens, counted through prompt and answer (choices.py).
 
 A chunk may begin a new row (rows.py). It then also has the row that it forks from, and the number of that row's tokens
 that the new row repeats.
@@ -27,6 +29,7 @@ import numpy.typing as npt
 
 from dora.core.ids import GroupId, TrajectoryId
 from dora.core.strategies import MAX_GROUP_SIZE
+from dora.journal.choices import Choices
 from dora.journal.frames import FrameReader, FrameWriter, JournalError
 from dora.journal.rows import Fork
 
@@ -36,6 +39,7 @@ _PROMPT: Final = 0
 _CHUNK: Final = 1  #: every token was sampled by the policy
 _MASKED_CHUNK: Final = 2  #: with a loss mask
 _FORKED_CHUNK: Final = 3  #: with a loss mask, and the parent row and the number of its tokens that the new row repeats
+_CHOICES: Final = 4  #: a mark for each token, then as many bytes of choices for each as fill the record
 DIGEST_BYTES: Final = 16  #: after the tokens of a prompt
 
 _TOKENS: Final = np.dtype("<i4")
@@ -43,6 +47,8 @@ _LOGPROBS: Final = np.dtype("<f4")
 _MASK: Final = np.dtype("u1")
 _FORK: Final = struct.Struct("<II")
 _MASKED_BYTES: Final = _TOKENS.itemsize + _LOGPROBS.itemsize + _MASK.itemsize
+
+MAX_CHOICES_BYTES: Final = 2**24  #: of a record of choices; a frame has a limit
 
 #: Kind -> bytes per token, and bytes after the tokens.
 _SIZES: Final = {
@@ -65,6 +71,14 @@ class TokenWriter(FrameWriter):
         """Append the prompt of an admitted group; `digest` covers its whole row (tasks/prompts.py)."""
         head = _HEAD.pack(_PROMPT, group, self._epoch, 0, group_size, len(tokens))
         self.write(head + np.asarray(tokens, _TOKENS).tobytes() + digest)
+
+    def choose(self, trajectory: int, attempt: int, experts: bytes, marks: bytes, *, start: int) -> None:
+        """Append what an engine chose for consecutive tokens from `start` on, counted through prompt and answer."""
+        width, most = len(experts) // len(marks), max(1, MAX_CHOICES_BYTES * len(marks) // len(experts))
+        for first in range(0, len(marks), most):
+            part = marks[first : first + most]
+            head = _HEAD.pack(_CHOICES, trajectory, self._epoch, attempt, start + first, len(part))
+            self.write(head + part + experts[first * width : (first + len(part)) * width])
 
     def append(
         self,
@@ -107,6 +121,7 @@ class StoredAnswer:
     logprobs: npt.NDArray[np.float32]
     loss_mask: npt.NDArray[np.uint8]
     forks: tuple[Fork, ...] = ()  #: where each row but the first begins
+    choices: Choices | None = None  #: None: none were recorded
 
     @property
     def observed(self) -> list[tuple[int, int]]:
@@ -140,6 +155,8 @@ def read_tokens(path: Path, *, wanted: Container[int] | None = None) -> TokenSto
     attempts: dict[TrajectoryId, tuple[int, int]] = {}  # (epoch, attempt) of the latest chunk
     chunks: dict[TrajectoryId, list[tuple[int, StoredAnswer]]] = {}
     observed: dict[TrajectoryId, list[tuple[int, int]]] = {}  # (start, tokens) of chunks with observations
+    choices: dict[TrajectoryId, Choices] = {}
+    prompt_tokens: dict[TrajectoryId, int] = {}
     frames = FrameReader(path)
     for offset, record in frames:
         kind, number, epoch, attempt, start, count = _parse_head(record, path=path, offset=offset)
@@ -150,17 +167,27 @@ def read_tokens(path: Path, *, wanted: Container[int] | None = None) -> TokenSto
                 store.counts.pop(TrajectoryId(sibling), None)
                 chunks.pop(TrajectoryId(sibling), None)
                 observed.pop(TrajectoryId(sibling), None)
+                choices.pop(TrajectoryId(sibling), None)
+                prompt_tokens[TrajectoryId(sibling)] = count
             continue
         trajectory = TrajectoryId(number)
         if (epoch, attempt) < attempts.get(trajectory, (0, 0)):
             continue
         attempts[trajectory] = (epoch, attempt)
+        if kind == _CHOICES:
+            if wanted is None or trajectory in wanted:
+                width = (len(record) - _HEAD.size) // count - 1
+                marks = record[_HEAD.size : _HEAD.size + count]
+                choices.setdefault(trajectory, Choices(width)).put(start, record[_HEAD.size + count :], marks)
+            continue
         known = store.counts.get(trajectory, 0)
         if start > known:
             raise JournalError(
                 f"{path}: the record at byte {offset} continues trajectory {number} at token {start}, "
                 f"but only {known} are known: records are missing"
             )
+        if start < known and trajectory in choices:
+            choices[trajectory].cut(prompt_tokens[trajectory] + start)
         store.counts[trajectory] = start + count
         if kind != _CHUNK or trajectory in observed:
             kept = [(at, number) for at, number in observed.get(trajectory, ()) if at < start]
@@ -171,7 +198,7 @@ def read_tokens(path: Path, *, wanted: Container[int] | None = None) -> TokenSto
             chunks.setdefault(trajectory, []).append((start, chunk))
     store.torn_bytes = frames.torn_bytes
     store.sampled = {t: n - sum(masked for _, masked in observed.get(t, ())) for t, n in store.counts.items()}
-    store.answers = {trajectory: _join(parts) for trajectory, parts in chunks.items()}
+    store.answers = {trajectory: _join(parts, choices.get(trajectory)) for trajectory, parts in chunks.items()}
     return store
 
 
@@ -179,10 +206,13 @@ def _parse_head(record: bytes, *, path: Path, offset: int) -> tuple[int, int, in
     """Return the head of a record; JournalError unless it agrees with the record's length."""
     if len(record) >= _HEAD.size:
         kind, number, epoch, attempt, start, count = _HEAD.unpack_from(record)
+        rows = len(record) - _HEAD.size
+        if kind == _CHOICES and count and rows % count == 0 and rows > count:
+            return kind, number, epoch, attempt, start, count
         width, rest = _SIZES.get(kind, (0, -1))
         if len(record) == _HEAD.size + width * count + rest and (kind != _PROMPT or start <= MAX_GROUP_SIZE):
             return kind, number, epoch, attempt, start, count
-    raise JournalError(f"{path}: the record at byte {offset} is neither a prompt nor a chunk of tokens")
+    raise JournalError(f"{path}: the record at byte {offset} is neither a prompt nor a chunk of tokens, nor has it choices")
 
 
 def _parse_chunk(record: bytes, kind: int, *, start: int, count: int) -> StoredAnswer:
@@ -196,7 +226,7 @@ def _parse_chunk(record: bytes, kind: int, *, start: int, count: int) -> StoredA
     )
 
 
-def _join(parts: list[tuple[int, StoredAnswer]]) -> StoredAnswer:
+def _join(parts: list[tuple[int, StoredAnswer]], choices: Choices | None) -> StoredAnswer:
     """Return the answer that consists of `parts`, each of which replaces everything from its position on."""
     kept: list[StoredAnswer] = []
     num_tokens = 0
@@ -215,4 +245,5 @@ def _join(parts: list[tuple[int, StoredAnswer]]) -> StoredAnswer:
         logprobs=np.concatenate([p.logprobs for p in kept]),
         loss_mask=np.concatenate([p.loss_mask for p in kept]),
         forks=tuple(fork for p in kept for fork in p.forks),
+        choices=choices,
     )
