@@ -213,7 +213,7 @@ def test_tokens_that_replace_others_have_none_of_their_choices(talk: Talk) -> No
     made = talk(shape=SMALL, seed=2)
     made.request()
     made.request()
-    start = len(made.record.tokens) - 1
+    start = len(made.record.tokens) - 2
     made.log.append(T, made.attempt + 1, [5, 6], [-1.0, -1.0], start=start)
     made.log.close()
     choices = read_tokens(made.log.path).answers[T].choices
