@@ -8,12 +8,14 @@ from pathlib import Path
 
 from dora.adapter_files import adapter_digest, require_adapter
 from dora.app.fetch import model_folders
+from dora.app.routing import routing_of
 from dora.config.schema import Config, EvalConfig, TaskConfig
 from dora.controller.evaluations import EvalSet, Evaluations
 from dora.engine.model_check import shape_differences
 from dora.errors import ConfigError
 from dora.model_config import limits_of
 from dora.model_files import require_sound, used_names
+from dora.routing import RoutingShape
 from dora.tasks.prompts import Converse, PromptStream, open_eval_prompts, open_stream
 from dora.tasks.tokenizer import Tokenizer, load_tokenizer
 
@@ -32,6 +34,7 @@ class Inputs:
     vocab_size: int  # number of embeddings; padding may make it larger than the tokenizer's vocabulary
     stream: PromptStream
     evaluations: Evaluations
+    routing: RoutingShape | None = None  # of the choices of experts that are replayed; None: none are
 
 
 def open_inputs(config: Config, *, converse: Converse | None = None) -> Inputs:
@@ -51,7 +54,9 @@ def open_inputs(config: Config, *, converse: Converse | None = None) -> Inputs:
     task = config.task if config.run.steps else config.task.model_copy(update={"sources": ()})  # nothing is trained
     stream = open_stream(task, tokenizer=tokenizer, seed=config.run.seed, converse=converse)
     evaluations = open_evaluations(config.eval, task, tokenizer, converse=converse)
-    return Inputs(model, reference, adapter, tokenizer, vocab_size, stream, evaluations)
+    replays = config.objective.router_replay != "off" and config.run.steps > 0
+    routing = routing_of(model) if replays else None
+    return Inputs(model, reference, adapter, tokenizer, vocab_size, stream, evaluations, routing)
 
 
 def _check_reference(reference: Path, model: Path) -> None:

@@ -171,6 +171,7 @@ class Opened:
             group_size=job.settings.group_size,
             ledger=self.folded.tokens,
             on_first_token=lambda trajectory: self.lanes.on_first_token(trajectory, at=now()),
+            routing=job.inputs.routing,
         )
         self.inbox = Inbox()
         self.in_flight = InFlight(self.trajectories, rows=job.state.instances)

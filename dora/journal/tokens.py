@@ -212,7 +212,9 @@ def _parse_head(record: bytes, *, path: Path, offset: int) -> tuple[int, int, in
         width, rest = _SIZES.get(kind, (0, -1))
         if len(record) == _HEAD.size + width * count + rest and (kind != _PROMPT or start <= MAX_GROUP_SIZE):
             return kind, number, epoch, attempt, start, count
-    raise JournalError(f"{path}: the record at byte {offset} is neither a prompt nor a chunk of tokens, nor has it choices")
+    raise JournalError(
+        f"{path}: the record at byte {offset} is neither a prompt nor a chunk of tokens, nor has it choices"
+    )
 
 
 def _parse_chunk(record: bytes, kind: int, *, start: int, count: int) -> StoredAnswer:
