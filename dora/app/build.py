@@ -82,6 +82,7 @@ def make_fleet(
             path_map=config.engine.path_map,
             adapters=adapter_needs(config) if opened.job.settings.adapters else None,
             transfer=config.weights.transfer,
+            routing=opened.job.inputs.routing is not None,
         ),
         inbox=opened.inbox,
         in_flight=opened.in_flight,

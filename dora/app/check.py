@@ -312,7 +312,9 @@ async def _check_server(
 ) -> MeasuredServer:
     try:
         found = await engine.examine(url, timeout_s=PROBE_TIMEOUT_S)
-        found.require_meant(url, slots=config.engine.slots, transfer=config.weights.transfer)
+        found.require_meant(
+            url, slots=config.engine.slots, transfer=config.weights.transfer, routing=inputs.routing is not None
+        )
         if (needs := adapter_needs(config)) is not None:
             await engine.require_adapters(url, needs)
         _check_room(config, found, url)

@@ -54,8 +54,7 @@ def open_inputs(config: Config, *, converse: Converse | None = None) -> Inputs:
     task = config.task if config.run.steps else config.task.model_copy(update={"sources": ()})  # nothing is trained
     stream = open_stream(task, tokenizer=tokenizer, seed=config.run.seed, converse=converse)
     evaluations = open_evaluations(config.eval, task, tokenizer, converse=converse)
-    replays = config.objective.router_replay != "off" and config.run.steps > 0
-    routing = routing_of(model) if replays else None
+    routing = routing_of(model) if config.replays_routing else None
     return Inputs(model, reference, adapter, tokenizer, vocab_size, stream, evaluations, routing)
 
 

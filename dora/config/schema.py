@@ -701,6 +701,11 @@ class Config(Section):
         return self.task.max_prompt_tokens + self.rollout.max_new_tokens
 
     @property
+    def replays_routing(self) -> bool:
+        """Return whether the trainer replays the engine's choice of experts."""
+        return self.objective.router_replay != "off" and self.run.steps > 0
+
+    @property
     def max_row_tokens(self) -> int | None:
         """Maximum number of tokens of all rows of a forked episode together, if the objective needs them in one forward
         pass; otherwise None."""

@@ -89,6 +89,7 @@ class FleetLimits:
     path_map: Mapping[str, str]  # local folders -> folders as servers see them
     adapters: AdapterNeeds | None = None  # that every server must be able to hold; None: versions are full weights
     transfer: str = "disk"  # `weights.transfer`
+    routing: bool = False  # the engine's choice of experts is replayed
 
 
 @dataclass(slots=True)
@@ -311,7 +312,7 @@ class Fleet:
                 f"task.max_prompt_tokens + rollout.max_new_tokens is {self._limits.context_tokens}; lower one of them"
             )
         limits = self._limits
-        capabilities.require_meant(url, slots=limits.slots, transfer=limits.transfer)
+        capabilities.require_meant(url, slots=limits.slots, transfer=limits.transfer, routing=limits.routing)
         if limits.adapters is not None:
             await self._engine.require_adapters(url, limits.adapters)
         require_same_shapes(url, capabilities.model_path, model=limits.model, path_map=limits.path_map)

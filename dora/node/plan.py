@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from dora.config.schema import Config
-from dora.engine.engines import ADAPTER_FLAGS, COMMANDS, adapter_needs
+from dora.engine.engines import ADAPTER_FLAGS, COMMANDS, ROUTING_FLAGS, adapter_needs
 from dora.errors import ConfigError
 
 HOST = "127.0.0.1"
@@ -89,8 +89,12 @@ def _engine(
 ) -> ProcessPlan:
     engine = config.engine
     needs = adapter_needs(config)
-    flags = ADAPTER_FLAGS[engine.kind](needs) if needs is not None and not engine.command else ()
-    words = [*(engine.command or COMMANDS[engine.kind]), *flags, *engine.args]
+    own: list[str] = [] if engine.command else [*COMMANDS[engine.kind]]
+    if own and needs is not None:
+        own += ADAPTER_FLAGS[engine.kind](needs)
+    if own and config.replays_routing:
+        own += ROUTING_FLAGS[engine.kind]
+    words = [*(own or engine.command), *engine.args]
     values: dict[str, object] = {
         "model": model,
         "host": host,

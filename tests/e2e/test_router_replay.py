@@ -1,0 +1,52 @@
+"""The default job with a policy of experts whose choices are replayed, through lost servers and a killed controller."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dora.journal.choices import UNKNOWN
+from dora.journal.run_folder import RunFolder
+from dora.journal.tokens import read_tokens
+from tests.e2e.runs import assert_audit_clean, run_to_end, settings
+
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
+
+POLICY = Path(__file__).parent / "policies" / "qwen3_moe"
+
+
+def test_what_the_engine_chose_is_replayed(tmp_path: Path) -> None:
+    result = run_to_end(
+        "run",
+        *settings(
+            run__folder=tmp_path,
+            run__steps=4,
+            model__path=POLICY,
+            engine__instances=3,
+            rollout__groups_per_step=8,
+            rollout__max_new_tokens=96,
+            trainer__dtype="bfloat16",
+            objective__router_replay="r3",
+            task__sources='[{kind="arithmetic"}]',
+            eval__sets="[]",
+            status__port=0,
+        ),
+    )
+    assert result.returncode == 0, result.stderr
+    (root,) = tmp_path.iterdir()
+    folder = RunFolder(root)
+    assert_audit_clean(folder)
+    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    steps = [row["trainer"] for row in rows if row["kind"] == "step"]
+    assert len(steps) == 4
+    trained = {row["trajectory"] for row in map(json.loads, folder.trajectories.read_text().splitlines())}
+    stored = read_tokens(folder.tokens, wanted=trained)
+    assert stored.answers
+    for trajectory, answer in stored.answers.items():
+        assert answer.choices is not None, trajectory
+        num_prompt = len(stored.prompts[trajectory // 8].tokens)
+        marks = answer.choices.marks(np.arange(num_prompt + len(answer.tokens)))
+        assert np.flatnonzero(marks == UNKNOWN).tolist() == [len(marks) - 1], trajectory
