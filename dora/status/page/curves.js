@@ -111,6 +111,7 @@ export class Cards {
       calls: new Card("Calls of an episode", "Calls of the environment by the episodes that were trained: mean and maximum"),
       entropy: new Card("Entropy of the policy", "Mean entropy of the next token at the sampling temperature, in nats"),
       mismatch: new Card("Mismatch by staleness", "k3 estimate of the divergence between the policy that sampled the tokens and the policy that is trained, in nats"),
+      experts: new Card("Load of experts", "Tokens of the most used expert of a layer over the mean of that layer's experts: mean and maximum over layers"),
       speed: new Card("Tokens per second", "Response tokens sampled and trained per second", { format: short }),
       time: new Card("Trainer time by cause", "Share of the time of all trainer ranks in each step", { format: percent, stacked: true, range: [0, 1] }),
     };
@@ -145,6 +146,7 @@ export class Cards {
     const entropy = trainer("all/entropy");
     cards.entropy.show(steps, [["entropy", entropy]], [number(last(entropy)), unit("nats")]);
     this.drawMismatch(steps, trainer);
+    this.drawExperts(steps, trainer);
     const sampled = of((x) => x.tokens_per_s), rate = of((x) => (x.duration_s > 0 ? x.num_tokens / x.duration_s : null));
     cards.speed.show(steps, [["sampled", sampled], ["trained", rate]], [short(last(sampled) ?? 0), unit("sampled,"), ` ${short(last(rate) ?? 0)}`, unit("trained")]);
     this.drawTime(steps, rows);
@@ -180,6 +182,15 @@ export class Cards {
     }
     const all = last(trainer("all/mismatch_k3"));
     this.cards.mismatch.show(steps, found, [number(all), unit("nats over all tokens")]);
+  }
+
+  /** Only models of experts have rows with loads. */
+  drawExperts(steps, trainer) {
+    const card = this.cards.experts, mean = trainer("expert_load_mean"), most = trainer("expert_load_max");
+    card.node.hidden = last(mean) === null;
+    const unused = last(trainer("experts_unused_frac")), changed = last(trainer("routing_changed_frac"));
+    const replayed = changed === null ? "" : `; ${percent(changed)} of the replayed choices are not the trainer's own`;
+    card.show(steps, [["mean", mean], ["max", most]], [number(last(mean)), unit(`times the mean, ${percent(unused ?? 0)} unused${replayed}`)]);
   }
 
   drawTime(steps, rows) {
