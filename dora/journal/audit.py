@@ -24,6 +24,7 @@ from dora.core.invariants import check
 from dora.core.strategies import Settings
 from dora.errors import InvariantViolation, ProtocolError
 from dora.journal import audit_calls, audit_fleet, audit_ledger, audit_lineage, audit_visits
+from dora.journal.audit_choices import ChoicesAccount
 from dora.journal.audit_report import AuditReport, Violation, lengths_of
 from dora.journal.audit_tables import OUTCOMES, AuditedVisits, AuditTables, Finding
 from dora.journal.codec import Epoch
@@ -51,10 +52,15 @@ class _PromptKeys(msgspec.Struct, frozen=True):
     revisit_share: float = 1.0
 
 
+class _ObjectiveKeys(msgspec.Struct, frozen=True):
+    router_replay: str = "off"
+
+
 class _Told(msgspec.Struct, frozen=True):
-    """What a configuration says about visits."""
+    """What a configuration says that the journal's settings do not."""
 
     run: _RunKeys = _RunKeys()
+    objective: _ObjectiveKeys = _ObjectiveKeys()
     prompts: _PromptKeys = msgspec.field(default=_PromptKeys(), name="task")
 
 
@@ -71,13 +77,18 @@ def audit(folder: RunFolder) -> AuditReport:
     """Audit a run folder. Damage is a violation; the records before it are audited."""
     journal = Journal(folder.journal)
     entries = _UpToDamage(journal)
+    told = _told(journal)
+    account = ChoicesAccount() if told is not None and told.objective.router_replay != "off" else None
     counts: Mapping[TrajectoryId, int] | None = None
     damage: list[Violation] = []
     try:  # the token store is read after the journal was opened, so it can only be ahead
-        counts = read_tokens(folder.tokens, wanted=()).counts
+        counts = read_tokens(folder.tokens, wanted=(), account=account).counts
     except (JournalError, FileNotFoundError) as err:  # it is created before the journal
         damage.append(_damaged(folder.tokens, err))
-    report = audit_entries(_settings_of(journal), entries, token_counts=counts, visits=_visits_of(journal))
+    visits = AuditedVisits(told.prompts.revisit_share, told.run.seed) if told is not None else None
+    report = audit_entries(
+        _settings_of(journal), entries, token_counts=counts, visits=visits, choices=account if counts else None
+    )
     if entries.damage is not None:
         damage.insert(0, _damaged(folder.journal, entries.damage))
     return replace(
@@ -97,13 +108,12 @@ def _settings_of(journal: Journal) -> Settings:
     return journal.header.settings
 
 
-def _visits_of(journal: Journal) -> AuditedVisits | None:
-    """Return how rows are passed over, as the first configuration says; None if there is none."""
+def _told(journal: Journal) -> _Told | None:
+    """Return what the first configuration says; None if there is none."""
     with suppress(JournalError, ProtocolError, ValueError, msgspec.ValidationError, RecursionError):  # found later
         for record in journal.records():
             if isinstance(record, Epoch) and record.config:
-                told = msgspec.convert(tomllib.loads(record.config), _Told)
-                return AuditedVisits(told.prompts.revisit_share, told.run.seed)
+                return msgspec.convert(tomllib.loads(record.config), _Told)
     return None
 
 
@@ -113,8 +123,10 @@ def audit_entries(
     *,
     token_counts: Mapping[TrajectoryId, int] | None = None,
     visits: AuditedVisits | None = None,
+    choices: ChoicesAccount | None = None,
 ) -> AuditReport:
-    """Audit events with their commands; `entries` is iterated several times. `visits`: None to leave them out."""
+    """Audit events with their commands; `entries` is iterated several times. `visits` and `choices` (of experts, which
+    are replayed): None to leave them out."""
     tables = AuditTables(settings, visits=visits)
     for tables.index, (event, commands) in enumerate(entries):
         for fact in (event, *commands):
@@ -122,6 +134,8 @@ def audit_entries(
                 if (handler := handlers.get(type(fact))) is not None:
                     handler(tables, fact)
     compared = _compare_tokens(tables, token_counts) if token_counts is not None else None
+    finished = [trajectory for trajectory in tables.lengths if trajectory >= 0]
+    chosen = choices.count(finished) if choices is not None else None
     findings = [*tables.findings, *_compare_replay(settings, tables, entries)]
     return AuditReport(
         run_id="",
@@ -152,6 +166,7 @@ def audit_entries(
         evaluations=tuple(sorted(tables.reported)),
         replays_differ=tables.replays_differ,
         token_counts_checked=compared,
+        choices=chosen,
         violations=tuple(_violations(findings, entries, group_size=settings.group_size)),
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dora.errors import one_line
+from dora.journal.audit_choices import ChoicesCount
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class AuditReport:
     replays_differ: int  #: versions that a replay computed with other bytes (0 if the trainer is deterministic)
     token_counts_checked: int | None  #: trajectories compared with the token store; None: it is missing or damaged
     violations: tuple[Violation, ...]
+    choices: ChoicesCount | None = None  #: None: choices of experts are not replayed
 
     @property
     def ok(self) -> bool:
@@ -95,6 +97,7 @@ def render(report: AuditReport, *, max_violations: int = 20) -> str:
             * (report.proofs is not None)
         ),
         f"  token store  {tokens}",
+        *([_choices_line(report.choices)] if report.choices is not None else []),
         *(
             [f"  environments {report.environment_failed} trajectories failed, {report.episode_replays} replays"]
             * (report.environment_failed + report.episode_replays > 0)
@@ -112,6 +115,13 @@ def render(report: AuditReport, *, max_violations: int = 20) -> str:
         lines.append(f"... and {len(report.violations) - max_violations} more")
     verdict = _verdict(report) if report.ok else f"{len(report.violations)} violations"
     return "\n".join(map(one_line, [*lines, f"audit: {verdict}"]))
+
+
+def _choices_line(choices: ChoicesCount) -> str:
+    return (
+        f"  experts      chosen for {choices.known} tokens, {choices.read_again} of them read again by another server; "
+        f"not known for {choices.missing}"
+    )
 
 
 def _verdict(report: AuditReport) -> str:

@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from dora.core.ids import GroupId, TrajectoryId
 from dora.core.strategies import MAX_GROUP_SIZE
+from dora.journal.audit_choices import ChoicesAccount
 from dora.journal.choices import Choices
 from dora.journal.frames import FrameReader, FrameWriter, JournalError
 from dora.journal.rows import Fork
@@ -149,8 +150,11 @@ class TokenStore:
     torn_bytes: int = 0  #: of a torn end
 
 
-def read_tokens(path: Path, *, wanted: Container[int] | None = None) -> TokenStore:
-    """Read the store in `path`. Trajectories that are not `wanted` (None: all) are only counted."""
+def read_tokens(
+    path: Path, *, wanted: Container[int] | None = None, account: ChoicesAccount | None = None
+) -> TokenStore:
+    """Read the store in `path`. Trajectories that are not `wanted` (None: all) are only counted. `account` takes in of
+    which tokens choices are known."""
     store = TokenStore()
     attempts: dict[TrajectoryId, tuple[int, int]] = {}  # (epoch, attempt) of the latest chunk
     chunks: dict[TrajectoryId, list[tuple[int, StoredAnswer]]] = {}
@@ -169,12 +173,16 @@ def read_tokens(path: Path, *, wanted: Container[int] | None = None) -> TokenSto
                 observed.pop(TrajectoryId(sibling), None)
                 choices.pop(TrajectoryId(sibling), None)
                 prompt_tokens[TrajectoryId(sibling)] = count
+                if account is not None:
+                    account.begin(TrajectoryId(sibling), num_prompt=count)
             continue
         trajectory = TrajectoryId(number)
         if (epoch, attempt) < attempts.get(trajectory, (0, 0)):
             continue
         attempts[trajectory] = (epoch, attempt)
         if kind == _CHOICES:
+            if account is not None:
+                account.choose(trajectory, record[_HEAD.size : _HEAD.size + count], start=start)
             if wanted is None or trajectory in wanted:
                 width = (len(record) - _HEAD.size) // count - 1
                 marks = record[_HEAD.size : _HEAD.size + count]
@@ -189,6 +197,9 @@ def read_tokens(path: Path, *, wanted: Container[int] | None = None) -> TokenSto
         if start < known and trajectory in choices:
             choices[trajectory].cut(prompt_tokens[trajectory] + start)
         store.counts[trajectory] = start + count
+        if account is not None:
+            mask = _parse_chunk(record, kind, start=start, count=count).loss_mask
+            account.append(trajectory, mask.tobytes(), start=start)
         if kind != _CHUNK or trajectory in observed:
             kept = [(at, number) for at, number in observed.get(trajectory, ()) if at < start]
             num_masked = count - int(_parse_chunk(record, kind, start=start, count=count).loss_mask.sum())

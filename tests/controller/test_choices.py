@@ -24,6 +24,7 @@ from dora.core.commands import TrainMicroBatch
 from dora.core.ids import GroupId, TrajectoryId
 from dora.core.phases import TrajectoryPhase
 from dora.core.tables import Group
+from dora.journal.audit_choices import ChoicesAccount, ChoicesCount
 from dora.journal.choices import READ_AGAIN, SAMPLED, UNKNOWN, Choices, runs
 from dora.journal.rows import Fork
 from dora.journal.tokens import TokenWriter, read_tokens
@@ -152,6 +153,14 @@ def wave_of(record: TrajectoryRecord, shape: RoutingShape) -> MicroBatch:
     return batch
 
 
+def counted(made: Conversation) -> ChoicesCount:
+    """The audit's account."""
+    made.log.close()
+    account = ChoicesAccount()
+    read_tokens(made.log.path, wanted=(), account=account)
+    return account.count([T, TrajectoryId(7)])
+
+
 @pytest.mark.parametrize("shape", [SMALL, WIDE])
 @pytest.mark.parametrize("seed", range(25))
 def test_each_row_has_what_was_chosen_for_its_tokens(shape: RoutingShape, seed: int, talk: Talk) -> None:
@@ -177,6 +186,8 @@ def test_each_row_has_what_was_chosen_for_its_tokens(shape: RoutingShape, seed: 
     assert batch.routed.tolist() == marks
     ends = np.cumsum(batch.lengths) - 1
     assert all(batch.routed[at] for at in range(len(batch.tokens)) if at not in ends), "only last tokens are unknown"
+    before_sampled = batch.routed[np.flatnonzero(batch.loss_mask) - 1]
+    assert counted(made) == ChoicesCount(len(before_sampled), int((before_sampled == READ_AGAIN).sum()), 0)
 
 
 def test_what_is_sampled_after_a_loss_is_told_from_what_is_read_again(talk: Talk) -> None:
@@ -190,6 +201,16 @@ def test_what_is_sampled_after_a_loss_is_told_from_what_is_read_again(talk: Talk
     assert marks[prompt - 1 : before - 1] == [READ_AGAIN] * (before - prompt)
     assert set(marks[before - 1 : -1]) == {SAMPLED}
     assert marks[-1] == UNKNOWN
+
+
+def test_what_a_lost_server_sampled_is_counted_as_unknown(talk: Talk) -> None:
+    made = talk(shape=SMALL, seed=3)
+    made.request()
+    before = len(made.record.tokens)
+    made.request(lost=True)
+    known = counted(made)
+    assert (known.known, known.missing) == (before, len(made.record.tokens) - before)
+    assert wave_of(made.record, SMALL).routed.tolist()[:-1].count(UNKNOWN) == known.missing
 
 
 def test_choices_of_an_older_attempt_are_refused(talk: Talk) -> None:
