@@ -104,21 +104,22 @@ class _Router:
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # which table there is would be part of compiled code
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the router with the table that there is now."""
-        if self.table is None and self.recorded is None:
-            return self._forward(*args, **kwargs)
-        with _Answer(self) as answer:
+        table, version = self.table, _version(self.table)
+        if table is None and self.recorded is None:
             output = self._forward(*args, **kwargs)
-        if answer.hits != 1:
-            raise unsupported(self._family, f"call topk {answer.hits} times for their choice")
-        table = self.table
+        else:
+            with _Answer(self) as answer:
+                output = self._forward(*args, **kwargs)
+            if answer.hits != 1:
+                raise unsupported(self._family, f"call topk {answer.hits} times for their choice")
         for value in output if isinstance(output, tuple) else (output,):
-            if table is not None and value.requires_grad:
-                value.register_hook(partial(self._require_unchanged, table, table._version))
+            if value.requires_grad:
+                value.register_hook(partial(self._require_unchanged, table, version))
         return output
 
-    def _require_unchanged(self, table: Tensor, version: int, _: Tensor) -> None:
+    def _require_unchanged(self, table: Tensor | None, version: int, _: Tensor) -> None:
         """Raise InvariantViolation unless the table is still that of the forward pass."""
-        if self.table is not table or table._version != version:
+        if self.table is not table or _version(table) != version:
             raise InvariantViolation("backward found other experts to replay than its forward pass")
 
     def is_choice(self, scores: Any, top_k: int) -> bool:
@@ -159,6 +160,11 @@ class _Answer(TorchFunctionMode):
         is_own_T = (table_Tk[:, :, None] == own_Tk[:, None, :]).any(2).all(1) | (table_Tk[:, 0] < 0)
         experts_Tk = torch.where(is_own_T[:, None], own_Tk, table_Tk)
         return torch.return_types.topk((scores_TE.gather(1, experts_Tk), experts_Tk))
+
+
+def _version(table: Tensor | None) -> int:
+    """Return a number that changes where the table does."""
+    return 0 if table is None else table._version
 
 
 def unsupported(family: str, how: str) -> ConfigError:

@@ -18,6 +18,7 @@ from torch import Tensor
 from dora.errors import InvariantViolation, ProtocolError
 from dora.objectives.advantages import group_advantages
 from dora.objectives.tokens import Tokens
+from dora.routing import RoutingShape
 from dora.trainer.packing import Layout, Row, make_row
 from dora.transport.messages import MicroBatch
 
@@ -64,12 +65,14 @@ def pack(
     *,
     owners_n: NDArray[np.int64] | None = None,
     advantages_nU: NDArray[np.float64],
+    experts: NDArray[np.int16] | None = None,
     layout: Layout,
     device: torch.device,
 ) -> tuple[Row, Targets]:
     """Return the row and the loss inputs of one pass over the sequences `members` of a checked micro-batch.
 
     The objective treats sequences with the same number in `owners_n` as one sequence; None: each sequence by itself.
+    `experts`: those of the micro-batch, from `experts_of`.
     `advantages_nU` has an advantage per turn; turns beyond the last column have the advantage of the last column.
     """
     chosen = np.array(members, np.int64)
@@ -91,7 +94,31 @@ def pack(
         siblings_n=torch.from_numpy((~np.isnan(batch.group_rewards[firsts])).sum(1)).to(device),
         staleness_n=torch.from_numpy((batch.step - batch.versions[firsts]).astype(np.int64)).to(device),
     )
-    return make_row(batch.tokens[at], lengths=lengths, trained=trained, layout=layout, device=device), targets
+    row = make_row(
+        batch.tokens[at],
+        lengths=lengths,
+        trained=trained,
+        experts=None if experts is None else experts[at],
+        layout=layout,
+        device=device,
+    )
+    return row, targets
+
+
+def experts_of(batch: MicroBatch, routing: RoutingShape | None) -> NDArray[np.int16] | None:
+    """Return [T, L, k] the experts of a checked micro-batch, -1 where nothing is known; None if none are replayed."""
+    if routing is None:
+        return None
+    if not len(batch.tokens):
+        return np.zeros((0, len(routing.layers), routing.top_k), np.int16)
+    experts = _ids(batch, routing).astype(np.int16)
+    experts[batch.routed == 0] = -1
+    return experts
+
+
+def _ids(batch: MicroBatch, routing: RoutingShape) -> NDArray[np.integer]:
+    """Return [T, L, k] the ids as they were sent; those of tokens of which nothing is known have no meaning."""
+    return np.ascontiguousarray(batch.experts).view(routing.dtype.newbyteorder("<"))
 
 
 def firsts_of(batch: MicroBatch) -> NDArray[np.int64]:
@@ -137,8 +164,11 @@ def without_truncated(batch: MicroBatch) -> MicroBatch:
     return msgspec.structs.replace(batch, loss_mask=batch.loss_mask * kept)
 
 
-def check(batch: MicroBatch, *, max_staleness: int, vocab_size: int) -> None:
-    """Raise InvariantViolation if a group breaks C3, and ProtocolError if the fields contradict each other."""
+def check(batch: MicroBatch, *, max_staleness: int, vocab_size: int, routing: RoutingShape | None = None) -> None:
+    """Raise InvariantViolation if a group breaks C3, and ProtocolError if the fields contradict each other.
+
+    `routing`: what the model chooses for each token; None: no choices are replayed.
+    """
     for group, version in zip(batch.groups, batch.versions, strict=True):
         if not 0 <= batch.step - version <= max_staleness:
             raise InvariantViolation(
@@ -163,3 +193,17 @@ def check(batch: MicroBatch, *, max_staleness: int, vocab_size: int) -> None:
     bad = ~np.isfinite(batch.behavior_logprobs[batch.loss_mask != 0])
     if bad.any():
         raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: {bad.sum()} trained tokens without a log-prob")
+    if fault := _fault_of_routing(batch, routing):
+        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: experts to replay: {fault}")
+
+
+def _fault_of_routing(batch: MicroBatch, routing: RoutingShape | None) -> str:
+    """Return what is wrong with the experts of a micro-batch, "" if nothing."""
+    total = len(batch.tokens) if routing is not None else 0
+    size = routing.row_bytes // len(routing.layers) if routing is not None else 0
+    expected = (total, len(routing.layers), size) if routing is not None and total else (0, 0, 0)
+    if batch.experts.shape != expected or len(batch.routed) != total:
+        return f"shapes {batch.experts.shape} and {batch.routed.shape}, expected {expected} and {(total,)}"
+    if batch.routed.max(initial=0) > 2:
+        return f"a token is marked {batch.routed.max()}"
+    return routing.fault(_ids(batch, routing)[batch.routed != 0]) if routing is not None and total else ""

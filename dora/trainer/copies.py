@@ -27,6 +27,7 @@ from dora.trainer.loading import tensors_of
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, ShardedModel
 from dora.trainer.packing import Row
+from dora.trainer.replay import replayed
 from dora.transport.messages import Configure, TrainerSettings
 
 
@@ -65,7 +66,8 @@ class FrozenPolicy(ShardedModel):
     def logprobs(self, row: Row, *, temperature: float, fp32_head: bool) -> Tensor:
         """Return the [P] log-probs of the row's targets, in float32; a collective like the policy's own pass."""
         self._has_passes = True
-        return logprobs(self.model, row, temperature=temperature, fp32_head=fp32_head)[0]
+        with replayed(self.model, row):
+            return logprobs(self.model, row, temperature=temperature, fp32_head=fp32_head)[0]
 
     def require(self, version: VersionId) -> None:
         """Raise InvariantViolation unless the weights are those of `version`."""
@@ -91,7 +93,7 @@ class OfAdapter:
 
     @torch.no_grad()
     def logprobs(self, row: Row, *, temperature: float, fp32_head: bool) -> Tensor:
-        """Return what `FrozenPolicy.logprobs` does."""
+        """Return what `FrozenPolicy.logprobs` does, where the policy already replays the row's experts."""
         with self._adapters.using(self._adapter):
             return logprobs(self._policy.model, row, temperature=temperature, fp32_head=fp32_head)[0]
 

@@ -9,7 +9,7 @@ all of it and computes one slice, and padding at the end makes the slices equal.
 Invariant: only positions that predict a trained token reach the loss, so that values at masked positions (NaN included)
 have no effect.
 Legend: B lines of the row (1 if packed), T tokens of a line, P trained tokens, p those that a slice predicts, N
-segments, n sequences.
+segments, n sequences, L layers with experts, k experts of a token.
 """
 
 from __future__ import annotations
@@ -81,18 +81,25 @@ class PromptTokens(NamedTuple):
 
     length: int
     content: bytes
+    experts: bytes = b""  # to which they are sent; b"": those that the model chooses
 
 
 def prompts_of(
-    tokens: NDArray[np.integer], *, lengths: Sequence[int] | NDArray[np.integer], trained: NDArray[np.integer]
+    tokens: NDArray[np.integer],
+    *,
+    lengths: Sequence[int] | NDArray[np.integer],
+    trained: NDArray[np.integer],
+    experts: NDArray[np.integer] | None = None,
 ) -> list[PromptTokens]:
-    """Return the prompt of each sequence. `tokens`: all sequences one after the other; `trained`: ascending indices."""
+    """Return the prompt of each sequence. `tokens`: all sequences one after the other; `trained`: ascending indices.
+    `experts`: those of each token, by which prompts differ too."""
     prompts = []
     for end, length in zip(np.cumsum(lengths).tolist(), lengths, strict=True):
         start = end - int(length)
         first = np.searchsorted(trained, start)
         stop = min(end, int(trained[first])) if first < len(trained) else end
-        prompts.append(PromptTokens(stop - start, tokens[start:stop].tobytes()))
+        chosen = b"" if experts is None else experts[start:stop].tobytes()
+        prompts.append(PromptTokens(stop - start, tokens[start:stop].tobytes(), chosen))
     return prompts
 
 
@@ -112,11 +119,23 @@ class Row:
     padded: bool = False
     context: Context | None = None  # the ranks that divide the row, whose length T is a multiple of their number
     own_p: Tensor | None = None  # with `context`: int64 indices into P, those predicted in this rank's slice
+    experts_BTLk: Tensor | None = None  # int16, to which tokens are sent; -1: those that the model chooses
 
     @property
     def num_padding(self) -> int:
         """The number of positions that hold no token."""
         return self.tokens_BT.numel() - sum(self.lengths)
+
+    @property
+    def holds_token_BT(self) -> Tensor:
+        """Which positions hold a token."""
+        lengths = self.lengths if self.padded else (sum(self.lengths),)
+        ends_B = torch.tensor(lengths, device=self.tokens_BT.device)
+        return torch.arange(self.tokens_BT.shape[1], device=ends_B.device) < ends_B[:, None]
+
+    def flat(self, values_BT: Tensor) -> Tensor:
+        """Return the values of this rank's positions, one after the other, as the layers of a model have them."""
+        return (values_BT if self.context is None else self.context.own(values_BT)).flatten(0, 1)
 
 
 def make_row(
@@ -124,24 +143,26 @@ def make_row(
     *,
     lengths: Sequence[int] | NDArray[np.integer],
     trained: NDArray[np.integer],
+    experts: NDArray[np.int16] | None = None,
     layout: Layout = PACKED,
     device: torch.device,
 ) -> Row:
     """Return the row in which the tokens at the ascending indices `trained` are predicted, in this order.
 
-    `tokens` has the sequences one after the other. If there is no sequence, the row is one untrained token, so that
-    this rank takes part in the collectives of the other ranks.
+    `tokens` has the sequences one after the other, and `experts` [tokens, L, k] their experts. If there is no sequence,
+    the row is one untrained token, so that this rank takes part in the collectives of the other ranks.
     """
     lengths_n = np.asarray(lengths, np.int64)
     if len(tokens) == 0:
-        tokens, lengths_n = np.zeros(1, np.int64), np.ones(1, np.int64)
+        tokens, lengths_n, experts = np.zeros(1, np.int64), np.ones(1, np.int64), None
     starts = np.cumsum(lengths_n) - lengths_n
     positions = np.arange(len(tokens), dtype=np.int64) - np.repeat(starts, lengths_n)
     if layout.padded:
         num_lines, width = len(lengths_n), int(lengths_n.max())
         at, segments = np.repeat(np.arange(num_lines) * width, lengths_n) + positions, [(n, -1) for n in lengths_n]
     else:
-        at, segments = _pack(lengths_n, starts, prompts_of(tokens, lengths=lengths_n, trained=trained), layout)
+        prompts = prompts_of(tokens, lengths=lengths_n, trained=trained, experts=experts)
+        at, segments = _pack(lengths_n, starts, prompts, layout)
         num_lines, width = 1, int(at.max()) + 1
     width += -width % layout.slices
     tokens_BT = np.zeros((num_lines, width), np.int64)
@@ -149,6 +170,10 @@ def make_row(
     positions_BT = np.tile(np.arange(width) * layout.padded, (num_lines, 1))  # after a packed row, all are 0
     positions_BT.flat[at] = positions
     predictors_P = at[trained - 1]
+    experts_BTLk = None
+    if experts is not None:
+        experts_BTLk = np.full((num_lines, width, *experts.shape[1:]), -1, np.int16)
+        experts_BTLk.reshape(-1, *experts.shape[1:])[at] = experts
     own_p = None
     if layout.context is not None:
         own_p = np.flatnonzero(predictors_P // (width // layout.slices) == layout.context.rank)
@@ -162,6 +187,7 @@ def make_row(
         padded=layout.padded,
         context=layout.context,
         own_p=None if own_p is None else torch.from_numpy(own_p).to(device),
+        experts_BTLk=None if experts_BTLk is None else torch.from_numpy(experts_BTLk).to(device),
     )
 
 
@@ -200,6 +226,13 @@ def _families(sequences: Iterable[int], prompts: Sequence[PromptTokens]) -> list
 
 
 # ---- passes ---------------------------------------------------------------------------------------------------------
+
+
+def unshared_tokens(lengths: Sequence[int], prompts: Sequence[PromptTokens], *, layout: Layout) -> int:
+    """Return how many tokens sequences with equal prompts do not share because they have other experts there."""
+    members = range(len(lengths))
+    alike = [prompt._replace(experts=b"") for prompt in prompts]
+    return _num_tokens(members, lengths, prompts, layout) - _num_tokens(members, lengths, alike, layout)
 
 
 def split_passes(

@@ -30,6 +30,7 @@ from torch import Tensor
 from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.objectives.tokens import log_ratio
+from dora.routing import RoutingShape
 from dora.trainer.adapters import Adapters
 from dora.trainer.agreement import together
 from dora.trainer.full_disk import print_error
@@ -37,6 +38,7 @@ from dora.trainer.loading import open_folder
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy
 from dora.trainer.packing import Layout, make_row
+from dora.trainer.replay import replayed
 from dora.transport.messages import Configure, MicroBatch, TrainerSettings
 from dora.weights.store import ADAPTER, StoreError, VersionStore
 
@@ -51,21 +53,33 @@ class _Sequence:
     trained: NDArray[np.int64]  # [p] positions
     behavior_p: Tensor
     current_p: Tensor  # log-probs under the weights at the start of the step
+    experts: NDArray[np.int16] | None  # to replay
 
 
-def make_probe(order: Configure, *, policy: Policy, layout: Layout) -> Probe | None:
-    """Return the probe of a run, over its store; None if it is off."""
+def make_probe(
+    order: Configure, *, policy: Policy, layout: Layout, routing: RoutingShape | None = None
+) -> Probe | None:
+    """Return the probe of a run, over its store; None if it is off. `routing`: of the choices to replay, if any."""
     if not order.settings.probe_tokens:
         return None
     store = VersionStore(memory_root=Path(order.memory_root), durable_root=Path(order.durable_root))
-    return Probe(store, policy=policy, layout=layout, settings=order.settings)
+    return Probe(store, policy=policy, layout=layout, settings=order.settings, routing=routing)
 
 
 class Probe:
     """Collects sequences of a step, and measures when the step closes."""
 
-    def __init__(self, store: VersionStore, *, policy: Policy, layout: Layout, settings: TrainerSettings) -> None:
+    def __init__(
+        self,
+        store: VersionStore,
+        *,
+        policy: Policy,
+        layout: Layout,
+        settings: TrainerSettings,
+        routing: RoutingShape | None = None,
+    ) -> None:
         self._store = store
+        self._no_experts = None if routing is None else np.zeros((0, len(routing.layers), routing.top_k), np.int16)
         self._policy = policy
         self._layout = layout
         self._settings = settings
@@ -77,8 +91,17 @@ class Probe:
         # sums for the engine mismatch: tokens, k3; for the version drift: tokens, log-ratio, k3
         self._sums = torch.zeros(5, dtype=torch.float64, device=self._policy.device)
 
-    def add(self, batch: MicroBatch, members: Sequence[int], current_P: Tensor, behavior_P: Tensor) -> None:
-        """Add a pass of the first update of a step: its sequences, and their log-probs under π_s and μ."""
+    def add(
+        self,
+        batch: MicroBatch,
+        members: Sequence[int],
+        current_P: Tensor,
+        behavior_P: Tensor,
+        *,
+        experts: NDArray[np.int16] | None = None,
+    ) -> None:
+        """Add a pass of the first update of a step: its sequences, and their log-probs under π_s and μ. `experts`: of
+        all tokens of the micro-batch."""
         is_due = (batch.step + 1) % self._settings.probe_every == 0
         ends = np.cumsum(batch.lengths)
         start = 0
@@ -90,21 +113,28 @@ class Probe:
             if batch.versions[n] == batch.step:
                 self._add_engine(current_P[at].detach(), behavior_P[at])
             elif is_due and batch.versions[n] <= self._version and not self._layout.is_long(batch.lengths[n]):
-                self._choose(int(batch.versions[n]), batch.tokens[inside], trained, behavior_P[at], current_P[at])
+                chosen = None if experts is None else experts[inside]
+                sequence = _Sequence(batch.tokens[inside], trained, behavior_P[at], current_P[at].detach(), chosen)
+                self._choose(int(batch.versions[n]), sequence)
 
-    def _choose(
-        self, version: int, tokens: NDArray[np.int32], trained: NDArray[np.int64], behavior_p: Tensor, current_p: Tensor
-    ) -> None:
+    def _choose(self, version: int, sequence: _Sequence) -> None:
         """Keep as much of a sequence as there is room for: in a causal model, log-probs of the first tokens do not
         depend on later tokens."""
         if version < self._version:
             self._version, self._sequences = version, []
-        room = self._settings.probe_tokens - sum(len(sequence.tokens) for sequence in self._sequences)
-        trained = trained[trained < room]
-        if len(trained):
-            kept = len(trained)
-            tokens = tokens[: trained[-1] + 1]
-            self._sequences.append(_Sequence(tokens, trained, behavior_p[:kept], current_p[:kept].detach()))
+        room = self._settings.probe_tokens - sum(len(kept.tokens) for kept in self._sequences)
+        trained = sequence.trained[sequence.trained < room]
+        if count := len(trained):
+            end, experts = trained[-1] + 1, sequence.experts
+            self._sequences.append(
+                _Sequence(
+                    sequence.tokens[:end],
+                    trained,
+                    sequence.behavior_p[:count],
+                    sequence.current_p[:count],
+                    None if experts is None else experts[:end],
+                )
+            )
 
     def _add_engine(self, trainer_p: Tensor, behavior_p: Tensor) -> None:
         difference_p = log_ratio(trainer_p, behavior_p).double()
@@ -132,15 +162,17 @@ class Probe:
         lengths = [len(sequence.tokens) for sequence in chosen]
         starts = np.cumsum(lengths) - lengths
         trained = [start + sequence.trained for start, sequence in zip(starts, chosen, strict=True)]
+        experts = [self._no_experts, *(sequence.experts for sequence in chosen)]
         row = make_row(
             np.concatenate([np.zeros(0, np.int32), *(sequence.tokens for sequence in chosen)]),
             lengths=lengths,
             trained=np.concatenate([np.zeros(0, np.int64), *trained]),
+            experts=None if self._no_experts is None else np.concatenate([e for e in experts if e is not None]),
             layout=self._layout,
             device=self._policy.device,
         )
         try:
-            with self._under(version), torch.no_grad():
+            with self._under(version), replayed(self._policy.model, row), torch.no_grad():
                 settings = self._settings
                 sampled_P = logprobs(
                     self._policy.model, row, temperature=settings.temperature, fp32_head=settings.fp32_head

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -32,7 +33,8 @@ from dora.errors import ProtocolError
 from dora.objectives.objective import Objective, compares_sequences
 from dora.objectives.settings import ObjectiveConfig
 from dora.trainer import checkpoint
-from dora.trainer.batch import advantages_of, check, firsts_of, pack, without_truncated
+from dora.trainer.balance import balance_of
+from dora.trainer.batch import advantages_of, check, experts_of, firsts_of, pack, without_truncated
 from dora.trainer.copies import OtherPolicies
 from dora.trainer.forward_check import CHECK_EVERY, check_again
 from dora.trainer.full_disk import print_error
@@ -40,10 +42,11 @@ from dora.trainer.logprobs import logprobs
 from dora.trainer.metrics import StepSums
 from dora.trainer.model import Policy
 from dora.trainer.optimizer import ShardOptimizer
-from dora.trainer.packing import Layout, prompts_of, split_passes
+from dora.trainer.packing import Layout, prompts_of, split_passes, unshared_tokens
 from dora.trainer.probe import make_probe
 from dora.trainer.proof import prove
 from dora.trainer.publish import Publisher
+from dora.trainer.replay import check_replay, replayed
 from dora.trainer.schedule import learning_rate
 from dora.trainer.spans import RankClock
 from dora.transport.messages import (
@@ -103,7 +106,11 @@ class Trainer:
             self._shards, order.settings, model=policy.model, group=policy.sharding.get_group()
         )
         self._copies = OtherPolicies(order, policy=policy, objective=self._objective)
-        self._probe = make_probe(order, policy=policy, layout=layout)
+        replays = self._objective.settings.router_replay == "r3"
+        #: What the engine chose for each token; None: nothing of that is replayed.
+        self._routing = check_replay(policy, layout, dtype=order.settings.dtype) if replays else None
+        self._balance = balance_of(policy.model, replays=replays, compiled=policy.compiled, device=policy.device)
+        self._probe = make_probe(order, policy=policy, layout=layout, routing=self._routing)
         self._step = StepId(0)
         self._chain = order.chain
         self._saver = saver
@@ -141,7 +148,12 @@ class Trainer:
                 f"micro-batch {batch.step}/{batch.index} belongs to another history: it follows {batch.parent}, "
                 f"but the weights are those of {self._chain}"
             )
-        check(batch, max_staleness=self._settings.max_staleness, vocab_size=self._policy.vocab_size)
+        check(
+            batch,
+            max_staleness=self._settings.max_staleness,
+            vocab_size=self._policy.vocab_size,
+            routing=self._routing,
+        )
         started = time.perf_counter()
         self._clock.switch("packing")
         settings = self._objective.settings
@@ -150,10 +162,11 @@ class Trainer:
         advantages_nU = advantages_of(
             batch, self._settings.advantages or (settings.advantage,), to_go=settings.turn_rewards == "reward_to_go"
         )
-        for number, members in enumerate(passes := self._passes(batch), start=1):
+        experts = experts_of(batch, self._routing)
+        for number, members in enumerate(passes := self._passes(batch, experts), start=1):
             closes_update = (batch.closes or batch.last) and number == len(passes)
             self._policy.prepare(closes_update=closes_update)
-            self._accumulate(batch, members, advantages_nU, closes_update=closes_update)
+            self._accumulate(batch, members, advantages_nU, experts, closes_update=closes_update)
         firsts = firsts_of(batch)
         self._sums.add_trajectories(
             lag=torch.from_numpy((batch.step - batch.versions)[firsts]).long(),
@@ -177,9 +190,13 @@ class Trainer:
             self._close_step(batch.chain)
         self._clock.switch("waiting")
 
-    def _passes(self, batch: MicroBatch) -> list[list[int]]:
+    def _passes(self, batch: MicroBatch, experts: NDArray[np.int16] | None) -> list[list[int]]:
         """Return the sequences of each forward pass. If passes are collectives, all ranks get the same number."""
-        prompts = prompts_of(batch.tokens, lengths=batch.lengths, trained=np.flatnonzero(batch.loss_mask))
+        trained = np.flatnonzero(batch.loss_mask)
+        prompts = prompts_of(batch.tokens, lengths=batch.lengths, trained=trained, experts=experts)
+        if self._balance is not None:
+            unshared = unshared_tokens(batch.lengths.tolist(), prompts, layout=self._layout)
+            self._balance.add_batch(batch, unshared=unshared)
         passes = split_passes(
             batch.lengths.tolist(),
             prompts=prompts,
@@ -200,7 +217,13 @@ class Trainer:
         return batch.trajectories if self._compares_sequences else np.arange(len(batch.lengths))
 
     def _accumulate(
-        self, batch: MicroBatch, members: list[int], advantages_nU: NDArray[np.float64], *, closes_update: bool
+        self,
+        batch: MicroBatch,
+        members: list[int],
+        advantages_nU: NDArray[np.float64],
+        experts: NDArray[np.int16] | None,
+        *,
+        closes_update: bool,
     ) -> None:
         self._clock.switch("packing")
         row, targets = pack(
@@ -208,6 +231,7 @@ class Trainer:
             members,
             owners_n=self._owners(batch),
             advantages_nU=advantages_nU,
+            experts=experts,
             layout=self._layout,
             device=self._policy.device,
         )
@@ -216,31 +240,34 @@ class Trainer:
             self._await_ranks()
             self._policy.gather()
         settings, copies = self._settings, self._copies
-        reference_P = copies.reference(row)
-        proximal_P = copies.proximal(row, version=VersionId(self._step), update=batch.update)
-        current_P, entropy_P = logprobs(
-            self._policy.model,
-            row,
-            temperature=settings.temperature,
-            fp32_head=settings.fp32_head,
-            entropy_gradient=self._objective.needs_entropy_gradient,
-        )
-        tokens = targets.tokens(
-            current_P,
-            entropy_P=entropy_P,
-            proximal_P=proximal_P,
-            reference_P=reference_P,
-            progress=batch.update / settings.updates,
-        )
-        terms = self._objective(tokens)
-        loss = terms.loss_P.sum() / settings.micro_batch_tokens
-        if closes_update and self._policy.gathered:
-            self._await_ranks()
-        loss.backward()
+        observed = self._balance.observing(row) if self._balance is not None and members else nullcontext()
+        with replayed(self._policy.model, row):
+            reference_P = copies.reference(row)
+            proximal_P = copies.proximal(row, version=VersionId(self._step), update=batch.update)
+            with observed:
+                current_P, entropy_P = logprobs(
+                    self._policy.model,
+                    row,
+                    temperature=settings.temperature,
+                    fp32_head=settings.fp32_head,
+                    entropy_gradient=self._objective.needs_entropy_gradient,
+                )
+            tokens = targets.tokens(
+                current_P,
+                entropy_P=entropy_P,
+                proximal_P=proximal_P,
+                reference_P=reference_P,
+                progress=batch.update / settings.updates,
+            )
+            terms = self._objective(tokens)
+            loss = terms.loss_P.sum() / settings.micro_batch_tokens
+            if closes_update and self._policy.gathered:
+                self._await_ranks()
+            loss.backward()
         self._sums.add_tokens(tokens, terms)
         self._sums.padding += row.num_padding
         if self._probe is not None and batch.update == 0:
-            self._probe.add(batch, members, current_P, targets.behavior_P)
+            self._probe.add(batch, members, current_P, targets.behavior_P, experts=experts)
         if self._settings.sends_logprobs and 0 in members and self._rank % self._layout.ranks == 0:
             self._send_logprobs(batch, members, current_P)
 
@@ -284,7 +311,8 @@ class Trainer:
             self._clock.switch("forward_backward")
             self._check_again(f"the weights after step {self._step + 1}, which are neither published nor saved")
         sums, updates = self._sums.reduce(), self._updates
-        probed = self._probe.close() if self._probe is not None else {}
+        extra = self._probe.close() if self._probe is not None else {}
+        extra |= self._balance.close() if self._balance is not None else {}
         trained, self._step, self._chain = self._step, StepId(self._step + 1), chain
         write_wait_s = self._write_wait_s
         self._clock.switch("copying")
@@ -299,7 +327,7 @@ class Trainer:
                 close_s=time.perf_counter() - started,
                 write_wait_s=write_wait_s,
             )
-            metrics |= probed
+            metrics |= extra
             self._end.send(StepDone(rank=self._rank, step=trained, metrics=metrics, chain=chain))
         self._publish()
         if self._step % self._settings.checkpoint_every == 0 or self._step == self._settings.steps:

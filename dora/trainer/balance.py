@@ -1,0 +1,125 @@
+"""How evenly a mixture-of-experts model sends tokens to its experts, and how its choices differ from the engine's.
+
+Counted in the passes that train, where no token is counted twice: recomputation in backward is not observed, padding
+and rows without a sequence are left out, and prompts that sequences share count once.
+Legend: T tokens of a pass, L layers with experts, k experts of a token, E experts of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dora.errors import ConfigError
+from dora.routers import find_routers
+from dora.routing import RoutingShape
+from dora.trainer.packing import Row
+from dora.transport.messages import MicroBatch
+
+#: name -> (unit, formula). Of models with experts, unless they are compiled and nothing is replayed. The load of an
+#: expert is the number of tokens that are sent to it.
+BALANCE: dict[str, tuple[str, str]] = {
+    "expert_load_mean": ("1", "largest load of a layer's experts over the mean of that layer, mean over layers"),
+    "expert_load_max": ("1", "largest load of a layer's experts over the mean of that layer, maximum over layers"),
+    "experts_unused_frac": ("fraction", "experts, of all layers, to which no token of the step was sent"),
+}
+#: With `objective.router_replay`, in addition.
+REPLAYED: dict[str, tuple[str, str]] = {
+    "routing_changed_frac": ("fraction", "replayed experts that the trainer's router would not have chosen"),
+    "routing_unknown_frac": ("fraction", "tokens without experts to replay; the last ones of sequences left out"),
+    "routing_later_frac": ("fraction", "of the same tokens, those whose experts are of a server that read them again"),
+    "routing_unshared_frac": ("fraction", "prompt tokens that siblings do not share because of their experts, of all"),
+}
+_COUNTS = ("selections", "changed", "readers", "unknown", "later", "tokens", "unshared")
+
+
+class Balance:
+    """The counts of one step on one rank."""
+
+    def __init__(self, model: Any, *, replays: bool, device: torch.device) -> None:
+        """ConfigError unless the experts of the model can be observed."""
+        self._routers, self._replays = find_routers(model), replays
+        shape = self._routers.shape
+        self._loads_LE = torch.zeros(len(shape.layers), shape.num_experts, dtype=torch.int64, device=device)
+        self._counts = dict.fromkeys(_COUNTS, 0)
+
+    @property
+    def shape(self) -> RoutingShape:
+        """What the model chooses for each token."""
+        return self._routers.shape
+
+    @contextmanager
+    def observing(self, row: Row) -> Iterator[None]:
+        """Count the tokens of the one pass over `row` in this context."""
+        with self._routers.record() as recording:
+            yield
+            own_TLk = recording.take()
+        self._add(own_TLk, row)
+
+    @torch.no_grad()
+    def _add(self, own_TLk: Tensor, row: Row) -> None:
+        is_token_T = row.flat(row.holds_token_BT)
+        chosen_TLk = own_TLk = own_TLk[is_token_T]
+        if row.experts_BTLk is not None:
+            table_TLk = row.flat(row.experts_BTLk)[is_token_T]
+            is_replayed_TLk = table_TLk >= 0
+            chosen_TLk = torch.where(is_replayed_TLk, table_TLk, own_TLk)
+            for own_Tk, table_Tk in zip(own_TLk.unbind(1), table_TLk.unbind(1), strict=True):
+                kept_Tk = (table_Tk[:, :, None] == own_Tk[:, None, :]).any(2)
+                self._counts["changed"] += int(((table_Tk >= 0) & ~kept_Tk).sum())
+            self._counts["selections"] += int(is_replayed_TLk.sum())
+        starts_L = torch.arange(len(self._loads_LE), device=chosen_TLk.device) * self._loads_LE.shape[1]
+        places = (chosen_TLk.long() + starts_L[:, None]).flatten()
+        self._loads_LE += torch.bincount(places, minlength=self._loads_LE.numel()).view_as(self._loads_LE)
+
+    def add_batch(self, batch: MicroBatch, *, unshared: int) -> None:
+        """Count the tokens of a micro-batch; `unshared`: those of its prompts that only have other experts."""
+        is_read = np.ones(len(batch.tokens), bool)
+        is_read[np.cumsum(batch.lengths) - 1] = False
+        marks = np.bincount(batch.routed[is_read[: len(batch.routed)]], minlength=3)
+        added = {"readers": int(is_read.sum()), "unknown": int(marks[0]), "later": int(marks[2])}
+        added |= {"tokens": len(batch.tokens), "unshared": unshared}
+        for name, count in added.items():
+            self._counts[name] += count
+
+    def close(self) -> dict[str, float]:
+        """Return the metrics of the step, and begin the next; a collective."""
+        own = torch.tensor([*self._counts.values()], device=self._loads_LE.device)
+        flat = torch.cat([self._loads_LE.flatten(), own])
+        dist.all_reduce(flat)
+        loads_LE, counts = flat[: self._loads_LE.numel()].view_as(self._loads_LE), flat[self._loads_LE.numel() :]
+        total = dict(zip(_COUNTS, counts.tolist(), strict=True))
+        self._loads_LE.zero_()
+        self._counts = dict.fromkeys(_COUNTS, 0)
+        loads_LE = loads_LE.double()
+        peaks_L = loads_LE.amax(1) / loads_LE.mean(1).clamp(min=1e-9)
+        metrics = {
+            "expert_load_mean": float(peaks_L.mean()),
+            "expert_load_max": float(peaks_L.max()),
+            "experts_unused_frac": float((loads_LE == 0).double().mean()),
+        }
+        if self._replays:
+            metrics |= {
+                "routing_changed_frac": total["changed"] / max(total["selections"], 1),
+                "routing_unknown_frac": total["unknown"] / max(total["readers"], 1),
+                "routing_later_frac": total["later"] / max(total["readers"], 1),
+                "routing_unshared_frac": total["unshared"] / max(total["tokens"], 1),
+            }
+        return metrics
+
+
+def balance_of(model: Any, *, replays: bool, compiled: bool, device: torch.device) -> Balance | None:
+    """Return what counts the loads of a model's experts; None if it has none, or they cannot be observed. Observation
+    divides the code of compiled layers, so it is left out unless choices are replayed, which does so anyway."""
+    if replays:
+        return Balance(model, replays=True, device=device)
+    try:
+        return None if compiled else Balance(model, replays=False, device=device)
+    except ConfigError:
+        return None
