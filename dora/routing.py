@@ -48,10 +48,13 @@ class RoutingShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return ""
         if int(experts.max()) >= self.num_experts:
             return f"expert {experts.max()} of {self.num_experts}"
-        ordered = np.sort(experts, axis=-1)
-        row, layer, _ = np.nonzero(ordered[..., 1:] == ordered[..., :-1])
-        if len(row):
-            return f"token {row[0]} has an expert twice in layer {self.layers[layer[0]]}"
+        ids = experts.reshape(-1)
+        place = np.arange(ids.size) % self.top_k
+        for gap in range(1, self.top_k):  # much faster than sorting so few ids at a time
+            twice = (ids[gap:] == ids[:-gap]) & (place[gap:] >= gap)
+            if twice.any():
+                row, layer = divmod(int(twice.argmax()) // self.top_k, len(self.layers))
+                return f"token {row} has an expert twice in layer {self.layers[layer]}"
         return ""
 
 

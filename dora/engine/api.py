@@ -72,7 +72,7 @@ class GenerateResult:
     cached_tokens: int  # prompt tokens found in the prefix cache
     num_steps: int = 0  # decoding steps, from a server with speculative decoding; 0 from others
     #: If it was asked for: from `AskedRouting.start` to the last but one token of prompt and answer, one row for each.
-    #: None also if the request ended before it generated anything.
+    #: None also if the request ended before it generated anything, or was stopped while it waited to be continued.
     chosen: Chosen | None = None
 
     @property
@@ -94,21 +94,24 @@ class Capabilities:
     speculation: str = ""  # its algorithm of speculative decoding, which was found to lose nothing; "": none
     slots_doubt: str = ""  # why `slots` may not be what its operator meant, and what to do; "": nothing says so
     not_from_disk: str = ""  # why it cannot be pushed to through a folder; "": it can
+    routing_doubt: str = ""  # why it would not return the true choice of experts, and what to do; "": nothing says so
 
     @property
     def longest_request(self) -> int:
         """Maximum length of prompt + answer in tokens."""
         return min(self.context_tokens or self.kv_tokens, self.kv_tokens)
 
-    def require_meant(self, url: str, *, slots: int | None, transfer: str) -> None:
+    def require_meant(self, url: str, *, slots: int | None, transfer: str, routing: bool = False) -> None:
         """Raise ConfigError if a run with these settings would not do with the server what its operator means.
 
-        `slots` and `transfer`: `engine.slots` and `weights.transfer`.
+        `slots` and `transfer`: `engine.slots` and `weights.transfer`. `routing`: the choice of experts is replayed.
         """
         if self.slots_doubt and slots is None:
             raise ConfigError(f"{url}: {self.slots_doubt}, or set engine.slots to {self.slots} if that is meant")
         if self.not_from_disk and transfer == "disk":
             raise ConfigError(f"{url}: {self.not_from_disk}; set weights.transfer to distributed")
+        if routing and self.routing_doubt:
+            raise ConfigError(f"{url}: {self.routing_doubt}, or set objective.router_replay to off")
 
 
 @dataclass(frozen=True, slots=True)

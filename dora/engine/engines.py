@@ -23,6 +23,11 @@ ADAPTER_FLAGS: Final[Mapping[str, Callable[[AdapterNeeds], tuple[str, ...]]]] = 
     "embedded": launch.embedded_adapters,
     "sglang": launch.sglang_adapters,
 }
+#: The flags with which servers return the choice of experts, by `engine.kind`.
+ROUTING_FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
+    "embedded": launch.EMBEDDED_ROUTING,
+    "sglang": launch.SGLANG_ROUTING,
+}
 _ANY_TOKEN: Final = 2**31  # the vocabulary is unknown
 
 

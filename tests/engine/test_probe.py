@@ -50,7 +50,7 @@ def one_token(**changes: Any) -> bytes:
 async def test_a_captured_sglang_is_understood(sglang: ScriptedServer, client: EngineClient) -> None:
     found = await probe(client, sglang.url, timeout_s=10)
     assert found.model_path
-    assert replace(found, model_path="") == Capabilities(
+    assert replace(found, model_path="", routing_doubt="") == Capabilities(
         release="0.5.20",
         kv_tokens=65536,
         slots=64,

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from dora.engine.api import GenerateResult
 from dora.engine.errors import RequestRefused, ServerGone
-from dora.engine.sglang import stream
 from dora.engine.sglang.stream import StreamParser, refusal
 from dora.errors import ProtocolError
 
@@ -207,10 +206,12 @@ def test_what_is_not_the_protocol_is_a_protocol_error_that_names_the_server(data
         read(data, DONE)
 
 
-def test_an_event_without_an_end_is_refused_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "MAX_EVENT_BYTES", 1_000)
+def test_an_event_without_an_end_is_refused_before_it_fills_the_memory() -> None:
+    parser = StreamParser("http://server", Received().take, max_event_bytes=1_000)
+    for piece in (b"data: ", *[b"x" * 100] * 9):
+        parser.feed(piece)
     with pytest.raises(ProtocolError, match="more than 1000 bytes"):
-        read(b"data: ", *[b"x" * 100] * 20)
+        parser.feed(b"x" * 100)
 
 
 def test_tokens_before_an_error_in_the_same_bytes_are_delivered() -> None:

@@ -42,7 +42,7 @@ async def test_the_probe_finds_what_the_server_was_started_with(
     found = await probe(client, wire.server.url, timeout_s=30)
     assert found.context_tokens is not None
     assert CONTEXT - 8 < found.context_tokens <= CONTEXT
-    assert replace(found, context_tokens=None) == Capabilities(
+    assert replace(found, context_tokens=None, routing_doubt="") == Capabilities(
         release=DIALECT.version,
         kv_tokens=KV_TOKENS,
         slots=SLOTS,

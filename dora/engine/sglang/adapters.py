@@ -8,14 +8,13 @@ is unloaded, the server must compute the trainer's log-probs of a short prompt u
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Final
 
 from dora.adapter_files import Proof
 from dora.engine.api import AdapterNeeds
 from dora.engine.errors import AdapterDisproved, RequestRefused
 from dora.engine.names import ADAPTER_PREFIX
-from dora.engine.sglang.answers import AdapterInfo, read_server_info
+from dora.engine.sglang.answers import AdapterInfo, is_older, read_server_info
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.closeness import require_close
 from dora.engine.sglang.launch import sglang_adapters
@@ -66,7 +65,7 @@ async def require_adapters(client: EngineClient, url: str, needs: AdapterNeeds) 
     """Raise ConfigError, one line for each problem, unless the adapters can run in one batch with requests that have
     none, and the server unloads none of them by itself."""
     info = read_server_info(await client.server_info(url), AdapterInfo, url=url)
-    if (release := _release(info.version)) is not None and release < FIRST_RELEASE:
+    if is_older(info.version, FIRST_RELEASE):
         first = ".".join(map(str, FIRST_RELEASE))
         raise ConfigError(f"{url}: adapters need SGLang {first} or newer; this is {info.version}")
     if not info.enable_lora:
@@ -90,9 +89,3 @@ async def require_adapters(client: EngineClient, url: str, needs: AdapterNeeds) 
 
 def _flags(needs: AdapterNeeds) -> str:
     return " ".join(sglang_adapters(needs))
-
-
-def _release(version: str) -> tuple[int, ...] | None:
-    """Return the numbers of a release; None if the version is not one, as of a build from source."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    return tuple(map(int, found.groups())) if found else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -128,6 +129,13 @@ def read_server_info(info: dict[str, Any], shape: type[_Answer], *, url: str) ->
         return msgspec.convert(info, shape)
     except msgspec.ValidationError as err:
         raise ProtocolError(f"{url}{protocol.SERVER_INFO}: unexpected answer: {err}") from err
+
+
+def is_older(version: str, first: tuple[int, ...]) -> bool:
+    """Return whether a release is older than `first`; a version that is not a release, as of a build from source, is
+    not."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    return found is not None and tuple(map(int, found.groups())) < first
 
 
 def without_secrets(value: Any) -> Any:

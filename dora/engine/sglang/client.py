@@ -13,6 +13,7 @@ import asyncio
 import math
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import aiohttp
@@ -23,7 +24,7 @@ from dora.engine.api import GenerateRequest, GenerateResult, OnTokens
 from dora.engine.errors import RequestRefused, ServerGone
 from dora.engine.local import NoConnectionLeft, Patience, is_local
 from dora.engine.post import Post, open_post
-from dora.engine.sglang import protocol
+from dora.engine.sglang import protocol, routing
 from dora.engine.sglang.answers import (
     AdapterAnswer,
     ChecksumsAnswer,
@@ -38,6 +39,7 @@ from dora.engine.sglang.answers import (
 )
 from dora.engine.sglang.stream import StreamParser, refusal
 from dora.errors import ConfigError, DoraError, ProtocolError, RemoteError
+from dora.routing import Chosen
 
 CONTROL_ATTEMPTS: Final = 3
 RETRY_DELAY_S: Final = 0.05  # doubled after each attempt
@@ -97,7 +99,7 @@ class EngineClient:
         After any error, the delivered tokens are valid and the request can be resumed from them.
         """
         self._check(request)
-        parser = StreamParser(url, on_tokens)
+        parser = StreamParser(url, on_tokens, max_event_bytes=routing.max_event_bytes(request))
         async with self._streams:
             post = await self._patience.until_connected(
                 lambda: open_post(
@@ -125,7 +127,23 @@ class EngineClient:
                 f"{url}: an answer was cut to {result.num_tokens} of {request.max_new_tokens} tokens: the context or "
                 "the KV capacity of the server is too small for the request"
             )
+        if request.routing is not None:
+            result = replace(result, chosen=await self._chosen(url, request, result, parser.routed))
         return result
+
+    @staticmethod
+    async def _chosen(
+        url: str, request: GenerateRequest, result: GenerateResult, routed: msgspec.Raw | None
+    ) -> Chosen | None:
+        """Return the choice of experts in an answer, which is decoded in a thread: it may have many megabytes."""
+        if not result.num_tokens or request.routing is None:
+            return None
+        if routed is None:
+            if result.was_stopped:  # in the waiting queue, after a retraction
+                return None
+            raise routing.missing(url, num_tokens=result.num_tokens)
+        rows = len(request.tokens) + result.num_tokens - 1 - request.routing.start
+        return await asyncio.to_thread(routing.read_chosen, routed, request.routing, rows=rows, source=url)
 
     async def abort(self, url: str, rid: str) -> None:
         """End a request; its stream then ends with a last chunk. An unknown rid is not an error."""
@@ -299,6 +317,8 @@ class EngineClient:
         }
         if request.adapter is not None:
             body["lora_path"] = request.adapter
+        if request.routing is not None:
+            body |= routing.fields(request.routing)
         return msgspec.json.encode(body)
 
     def _check(self, request: GenerateRequest) -> None:
@@ -307,6 +327,11 @@ class EngineClient:
             raise ConfigError(
                 f"request {request.id}: {len(request.tokens)} input tokens and a budget of "
                 f"{request.max_new_tokens}; both must be at least 1"
+            )
+        if request.routing is not None and not 0 <= request.routing.start < len(request.tokens):
+            raise ConfigError(
+                f"request {request.id}: asks for the choice of experts from token {request.routing.start} of "
+                f"{len(request.tokens)} on"
             )
         self._check_ids(request.tokens, what=f"request {request.id}")
 

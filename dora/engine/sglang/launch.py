@@ -24,6 +24,9 @@ SGLANG: Final = (
     *("--device", "{device}", "--dtype", "{dtype}", "--tp-size", "{tp}", "--enable-metrics"),
     *("--nnodes", "{nodes}", "--node-rank", "{node_rank}", "--dist-init-addr", "{master}"),
 )
+#: The flags with which servers return the choice of experts.
+EMBEDDED_ROUTING: Final = ("--dialect", "0.5.23", "--routed-experts")
+SGLANG_ROUTING: Final = ("--enable-return-routed-experts",)
 
 
 def sglang_adapters(needs: AdapterNeeds) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from dora.engine.api import Capabilities, GenerateRequest
 from dora.engine.errors import RequestRefused
 from dora.engine.sglang.answers import ServerInfo, read_server_info
 from dora.engine.sglang.client import EngineClient
+from dora.engine.sglang.routing import routing_doubt
 from dora.engine.sglang.speculation import require_lossless, slots_doubt
 from dora.errors import ConfigError, ProtocolError, RemoteError
 
@@ -42,6 +43,7 @@ async def probe(client: EngineClient, url: str, *, timeout_s: float) -> Capabili
         speculation=speculation.algorithm,
         slots_doubt=slots_doubt(speculation, slots=loads.max_running),
         not_from_disk="an update from disk overwrites its draft model" if speculation.has_draft_model else "",
+        routing_doubt=routing_doubt(arguments, url=url),
     )
 
 

@@ -25,9 +25,10 @@ from dora.engine.errors import RequestRefused, ServerGone, is_retryable
 from dora.engine.sglang.protocol import DONE
 from dora.errors import ProtocolError
 
-#: No valid event is larger (a cumulative one of 100,000 tokens has about 4 MB).
+#: No valid event is larger (a cumulative one of 100,000 tokens has about 4 MB), without a choice of experts.
 MAX_EVENT_BYTES: Final = 64 * 2**20
 
+_NOTHING: Final = msgspec.Raw()
 _Triple = tuple[float, int, Any]  # log-prob, id, text or null
 
 
@@ -51,6 +52,7 @@ class _Meta(msgspec.Struct, gc=False):
     weight_version: str | None = None  # valid in the last chunk only
     cached_tokens: int = 0
     spec_verify_ct: int = 0
+    routed_experts: msgspec.Raw = _NOTHING
 
 
 class _Error(msgspec.Struct, gc=False):
@@ -73,25 +75,26 @@ _DONE: Final = DONE.encode()
 class StreamParser:
     """The parser of one stream: `feed` it the bytes, `close` it at their end."""
 
-    __slots__ = ("_num_tokens", "_on_tokens", "_result", "_source", "_unfinished")
+    __slots__ = ("_max_event_bytes", "_num_tokens", "_on_tokens", "_result", "_source", "_unfinished", "routed")
 
-    def __init__(self, source: str, on_tokens: OnTokens) -> None:
+    def __init__(self, source: str, on_tokens: OnTokens, *, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
+        self.routed: msgspec.Raw | None = None  #: JSON of the choice of experts in the last chunk (routing.py)
         self._source = source  # URL of the server, for error messages
+        self._max_event_bytes = max_event_bytes
         self._on_tokens = on_tokens
         self._unfinished = bytearray()  # an incomplete line
         self._num_tokens = 0
         self._result: GenerateResult | None = None
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, data: bytes | bytearray) -> None:
         """Deliver the tokens of all events that `data` completes. Tokens before an error are delivered first."""
         if self._unfinished:
             self._unfinished += data
             if b"\n" not in data:
-                if len(self._unfinished) > MAX_EVENT_BYTES:
-                    raise ProtocolError(f"{self._source}: an event of more than {MAX_EVENT_BYTES} bytes")
+                if len(self._unfinished) > self._max_event_bytes:
+                    raise ProtocolError(f"{self._source}: an event of more than {self._max_event_bytes} bytes")
                 return
-            data = bytes(self._unfinished)
-            self._unfinished.clear()
+            data, self._unfinished = self._unfinished, bytearray()  # without a copy: it may have many megabytes
         start = 0
         while (end := data.find(b"\n", start)) >= 0:  # faster than split()
             if data.startswith(b"data:", start):
@@ -109,7 +112,7 @@ class StreamParser:
             raise ServerGone(f"{self._source}: the stream broke off after {self._num_tokens} tokens")
         return self._result
 
-    def _take(self, payload: bytes) -> None:
+    def _take(self, payload: bytes | bytearray) -> None:
         try:
             event = _decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
@@ -135,6 +138,8 @@ class StreamParser:
             self._on_tokens(*chunk)
         if meta.finish_reason is not None:
             self._result = self._finished(meta, meta.finish_reason)
+            if bytes(memoryview(meta.routed_experts)[:4]) not in (b"", b"null"):
+                self.routed = meta.routed_experts
 
     def _new_triples(self, meta: _Meta, triples: list[_Triple]) -> list[_Triple]:
         """Return the new triples of a chunk, which holds all tokens so far (cumulative) or only the new ones."""
