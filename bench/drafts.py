@@ -9,8 +9,6 @@ turns; ratios are medians of 5 turns, of tokens per CPU second.
   same tokens    100,000 sampled tokens (a million in the full profile). An answer that differs from that without drafts
                  must differ first where the noise is within 1e-4 of the boundary between the two tokens, by a plain
                  forward pass in float64; then nothing but rounding decides.
-  whole jobs     only in the full profile: the default job and launch/configs/tools-cpu.toml, from the first admission
-                 to the last event, taking turns as above.
 """
 
 from __future__ import annotations
@@ -30,12 +28,10 @@ from default_job import run_dora
 from result import Report, parser
 from transformers import AutoModelForCausalLM
 
-from dora.core.commands import AdmitGroup
 from dora.embedded.batcher import Batcher
 from dora.embedded.decoder import CausalDecoder
 from dora.embedded.generation import Generation, SamplingParams
 from dora.embedded.sampling import uniform
-from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
 
 SIBLINGS = 8
@@ -44,7 +40,6 @@ DRAFT_TOKENS = 4
 NEW_TOKENS = 160
 TOKENS = {False: 100_000, True: 1_000_000}
 TIE = 1e-4
-JOBS = {"default job": (), "16 steps of the tool job": ("launch/configs/tools-cpu.toml", "--set", "run.steps=16")}
 
 
 @dataclass(frozen=True)
@@ -204,40 +199,6 @@ async def measure(report: Report, policy: Policy, *, full: bool) -> None:
     await same_tokens(report, policy, tokens=TOKENS[full])
 
 
-def whole_jobs(report: Report) -> None:
-    for job, arguments in JOBS.items():
-        ratios, seconds = [], []
-        for turn in range(TURNS):
-            found = {
-                length: job_seconds(arguments, draft_tokens=length)
-                for length in sorted((0, DRAFT_TOKENS), reverse=bool(turn % 2))
-            }
-            ratios.append(found[0] / found[DRAFT_TOKENS])
-            seconds.append(found[DRAFT_TOKENS])
-        report.row(
-            job,
-            statistics.median(seconds),
-            "s",
-            against=f"without drafts; ratios {min(ratios):.2f} to {max(ratios):.2f}",
-            ratio=statistics.median(ratios),
-            bar="ratio >= 0.98",
-        )
-
-
-def job_seconds(arguments: Sequence[str], *, draft_tokens: int) -> float:
-    with tempfile.TemporaryDirectory() as home:
-        settings = (f"run.folder={home}", "status.port=0", f"engine.draft_tokens={draft_tokens}")
-        run_dora("run", *arguments, *(word for setting in settings for word in ("--set", setting)))
-        [root] = Path(home).iterdir()
-        admitted_at, ended_at = None, 0.0
-        for event, commands in Journal(RunFolder.open(root).journal):
-            ended_at = event.at
-            if admitted_at is None and any(isinstance(command, AdmitGroup) for command in commands):
-                admitted_at = event.at
-    assert admitted_at is not None, "nothing was admitted"
-    return ended_at - admitted_at
-
-
 def main() -> None:
     options = parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -247,8 +208,6 @@ def main() -> None:
         )
         report = Report(__doc__, full=options.full, sizes=sizes)
         asyncio.run(measure(report, policy, full=options.full))
-    if options.full:
-        whole_jobs(report)
     report.print()
 
 

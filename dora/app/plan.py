@@ -69,7 +69,7 @@ class Question:
     def changes(self, planned: Workload) -> dict[str, Any]:
         """Return the settings of the file that a plan changes, by dotted key."""
         old, new = _flat(self.given), _flat(planned)
-        changed = {key: value for key, value in new.items() if value != old[key]}
+        changed = {key: value for key, value in new.items() if key not in old or value != old[key]}
         if self.config is None:
             return changed
         split = {

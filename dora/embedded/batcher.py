@@ -98,12 +98,22 @@ def waves(generations: Sequence[Generation]) -> list[list[Generation]]:
 
 
 class Batcher(Scheduler):
-    def __init__(self, decoder: Decoder, *, min_step_s: float = 0.0, draft_tokens: int = 0, **options: Any) -> None:
-        """`draft_tokens`: drafted for a row in a step, at most. `options` are those of `Scheduler`."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        min_step_s: float = 0.0,
+        draft_tokens: int = 0,
+        step_clock: Callable[[], float] = time.monotonic,
+        **options: Any,
+    ) -> None:
+        """`draft_tokens`: drafted for a row in a step, at most. `step_clock`: by which the decoder thread measures what
+        drafts cost. `options` are those of `Scheduler`."""
         super().__init__(decoder, **options)
         is_drafting = draft_tokens > 0 and decoder.can_verify
         self._drafts = Drafts(budget_tokens=self.kv_tokens) if is_drafting else None
         self._lengths = DraftLengths(draft_tokens)
+        self._step_clock = step_clock
         self.decoder = decoder
         self._min_step_s = min_step_s
         self._step_at = 0.0  # monotonic; no step begins before
@@ -237,7 +247,7 @@ class Batcher(Scheduler):
             self._step_with_drafts(self._drafts)
 
     def _step_with_drafts(self, drafts: Drafts) -> None:
-        begun, rows, made = time.monotonic(), len(self.rows), self.metrics.generated_tokens
+        begun, rows, made = self._step_clock(), len(self.rows), self.metrics.generated_tokens
         most = self._lengths.length(rows)
         drafted = [self._draft(drafts, generation, most) if most else () for generation in self.rows]
         total = sum(map(len, drafted))
@@ -252,7 +262,7 @@ class Batcher(Scheduler):
             self._take_several(self.decoder.verify(drafted))
         else:
             self._take_one_each(*self.decoder.step())
-        seconds = max(time.monotonic() - begun, self._min_step_s)
+        seconds = max(self._step_clock() - begun, self._min_step_s)
         self._lengths.took(rows, most, seconds=seconds, tokens=self.metrics.generated_tokens - made)
 
     def _draft(self, drafts: Drafts, generation: Generation, most: int) -> Sequence[int]:

@@ -12,6 +12,7 @@ import itertools
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -114,6 +115,7 @@ def running(
     options: ServeOptions, decoder: Decoder, tokenizer: TextCodec | None
 ) -> AbstractAsyncContextManager[tuple[EngineState, str, asyncio.Task[None]]]:
     """Return `listening` for a model."""
+    is_one_thread = options.device == "cpu" and options.threads == 1  # whose time other processes do not change
     batcher = Batcher(
         decoder,
         slots=options.slots,
@@ -122,6 +124,7 @@ def running(
         max_queued_requests=options.max_queued_requests,
         min_step_s=options.min_step_ms / 1_000,
         draft_tokens=options.draft_tokens,
+        step_clock=time.thread_time if is_one_thread else time.monotonic,
     )
     return listening(options, batcher, tokenizer)
 

@@ -47,6 +47,16 @@ def plan(*words: object) -> Result:
     return CliRunner().invoke(app, ["plan", *map(str, words), "--processes", "1"])
 
 
+def test_drafts_that_the_file_does_not_have_are_in_the_plan(small: Path, tmp_path: Path) -> None:
+    written, acceptance = tmp_path / "planned.toml", "fleet.server.speculation.acceptance"
+    done = plan(small, "--k", 1, "--widths", 1, "--set", f"{acceptance}=0.5", "--write", written)
+    assert done.exit_code == 0, done.output
+    assert f"    {acceptance} = 0.5" in done.stdout.splitlines()
+    speculation = load_workload(written).fleet.server.speculation
+    assert speculation is not None
+    assert speculation.acceptance == 0.5
+
+
 def test_the_best_are_printed_with_the_lines_to_set(small: Path) -> None:
     done = plan(small)
     assert done.exit_code == 0, done.output
