@@ -1,8 +1,8 @@
 """Replay of the engine's routing (objective.router_replay): what it costs a job with experts, and what it gains.
 
-Run: python bench/router_replay.py [--full]. The arithmetic task with a small mixture of experts (2 layers, 2 of 4 experts)
-that engines compute in float32 and the trainer in bfloat16; five seeds, one in the short profile. Ceiling: the same job
-without replay, taking turns; figures are means over seeds, ratios are medians over seeds of replay over none.
+Run: python bench/router_replay.py [--full]. The arithmetic task with a small mixture of experts (2 layers, 2 of 4
+experts) that engines compute in float32 and the trainer in bfloat16; five seeds, one in the short profile. Ceiling: the
+same job without replay, taking turns; figures are means over seeds, ratios are medians over seeds of replay over none.
   difference   |log-prob of the engine - log-prob of the trainer| of tokens without staleness: mean over steps, and the
                largest of all steps.
   CPU          seconds of all processes of the run, from start to end.
