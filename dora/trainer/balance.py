@@ -56,11 +56,12 @@ class Balance:
 
     @contextmanager
     def observing(self, row: Row) -> Iterator[None]:
-        """Count the tokens of the one pass over `row` in this context."""
+        """Count the tokens of the last pass over `row` in this context: the first one of a model may follow another, in
+        which it is measured what comes after its head."""
         with self._routers.record() as recording:
             yield
             own_TLk = recording.take()
-        self._add(own_TLk, row)
+        self._add(own_TLk[-row.flat(row.tokens_BT).numel() :], row)
 
     @torch.no_grad()
     def _add(self, own_TLk: Tensor, row: Row) -> None:

@@ -47,7 +47,7 @@ def check_replay(policy: Policy, layout: Layout, *, dtype: str) -> RoutingShape:
     for _, row in sequences_for(model.config, longest=0).rows(layout, policy.device):
         with routers.record() as recording:
             expected_P = logprobs(model, row, temperature=1.0)[0]
-            own_TLk = recording.take()
+            own_TLk = recording.take()[-row.flat(row.tokens_BT).numel() :]  # what came before only measured the head
         found = []
         for experts_TLk in (own_TLk.flip(-1), (own_TLk + 1) % routers.shape.num_experts):
             routers.replay(experts_TLk)

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dora.transport.controller_end import ControllerEnd
 from dora.transport.messages import (
+    NO_EXPERTS,
     CheckpointWritten,
     Configure,
     MicroBatch,
@@ -119,6 +120,22 @@ def make_batch(answers: Sequence[Answer], *, step: int, index: int, last: bool) 
         truncated=np.zeros(len(answers), np.uint8),
         sources=np.zeros(len(answers), np.uint8),
     )
+
+
+def with_experts(batch: MicroBatch, *, layers: int = 4, num_experts: int = 4, top_k: int = 2) -> MicroBatch:
+    """The micro-batch with experts to replay, made up from the tokens before, so that siblings agree on their prompt.
+    Every fifth token is unknown, with ids that nothing may read, and every seventh one has been read again."""
+    experts, routed = [], []
+    for start, end in zip(np.cumsum(batch.lengths) - batch.lengths, np.cumsum(batch.lengths), strict=True):
+        for place in range(start, end):
+            rng = np.random.default_rng(batch.tokens[start : place + 1])
+            experts.append([rng.permutation(num_experts)[:top_k] for _ in range(layers)])
+            position = place - start
+            routed.append(0 if place + 1 == end or position % 5 == 4 else 2 if position % 7 == 6 else 1)
+    known = np.array(routed, np.uint8)
+    ids = np.array(experts, np.uint8).reshape(-1, layers, top_k) if len(known) else NO_EXPERTS
+    ids[known == 0] = 255
+    return msgspec.structs.replace(batch, experts=ids, routed=known)
 
 
 def chain_of(version: int) -> str:

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import SETTINGS, Answer, chain_of, in_history, make_batch, make_groups, mini_batches
+from conftest import SETTINGS, Answer, chain_of, in_history, make_batch, make_groups, mini_batches, with_experts
 from test_resharding import storage_in
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -98,6 +98,7 @@ MOVED: Final = (Sharing(2, 2), Sharing(4, 2), Sharing(2, 2, experts=2))
 OF_MOVED: Final = ("qwen2_moe", "three")
 PLAIN: Final = {"max_grad_norm": 1e9, "micro_batch_tokens": 100_000, "warmup_steps": 0}
 THREE: Final = {**PLAIN, "updates": 2, "objective": '{"kl_coefficient": 0.1}'}
+REPLAYED: Final = {**THREE, "objective": '{"kl_coefficient": 0.1, "router_replay": "r3"}'}
 #: With the policies of THREE; attention alone, since one of the families has experts.
 LORA: Final = LoraSettings(rank=4, alpha=8.0, rslora=False, targets=("q_proj", "k_proj", "v_proj", "o_proj"), seed=1)
 CASES: Final = (
@@ -108,10 +109,11 @@ CASES: Final = (
     ("gpt_oss", "shared"),
     ("qwen3", "lora"),
     ("qwen2_moe", "lora"),
+    ("qwen2_moe", "replayed"),
 )
 FEW: Final = (("qwen3", "plain"), ("qwen2_moe", "three"), ("qwen3", "lora"))
-OF_ROWS: Final = (("qwen3", "shared"), ("gpt_oss", "shared"), ("qwen3", "lora"))
-OF_EXPERTS: Final = (("qwen2_moe", "three"), ("gpt_oss", "shared"), ("qwen2_moe", "lora"))
+OF_ROWS: Final = (("qwen3", "shared"), ("gpt_oss", "shared"), ("qwen3", "lora"), ("qwen2_moe", "replayed"))
+OF_EXPERTS: Final = (("qwen2_moe", "replayed"), ("qwen2_moe", "three"), ("gpt_oss", "shared"), ("qwen2_moe", "lora"))
 OF_MATRICES: Final = (("qwen3", "plain"), ("qwen3", "shared"), ("gemma3_text", "plain"))
 
 
@@ -149,7 +151,7 @@ def train(
     if dtype is torch.float64:
         policy_module.load_config = with_eager_experts
     policy_module.GATHERED_BYTES = 2**31 if sharing.gathered else 0
-    changes: dict[str, Any] = THREE if kind in ("three", "lora") else PLAIN
+    changes: dict[str, Any] = {"three": THREE, "lora": THREE, "replayed": REPLAYED}.get(kind, PLAIN)
     lora = LORA if kind == "lora" else None
     settings = msgspec.structs.replace(SETTINGS, **changes, context_ranks=sharing.context, lora=lora)
     order = Configure(
@@ -167,10 +169,11 @@ def train(
         parent or Path(), Arrangement(sharing.shard_ranks, sharing.experts, sharing.tensor), policy.may_be_divided
     )
     saver = Saver(storage, report=lambda _: None, on_failure=lambda _: None)
-    trainer = Observed(
-        order, end=Listener(found), policy=policy, layout=layout,  # type: ignore[arg-type]
-        publisher=Unpublished(), saver=saver,  # type: ignore[arg-type]
-    )  # fmt: skip
+    with InFloat64() if dtype is torch.float64 else nullcontext():
+        trainer = Observed(
+            order, end=Listener(found), policy=policy, layout=layout,  # type: ignore[arg-type]
+            publisher=Unpublished(), saver=saver,  # type: ignore[arg-type]
+        )  # fmt: skip
     trainer.found = found
     trainer.start()
     group, groups = dist.get_rank() // layout.ranks, dist.get_world_size() // layout.ranks
@@ -178,6 +181,7 @@ def train(
         waves = list(waves_of(make_groups(4, version=step, seed=step), updates=settings.updates))
         for index, (update, answers, closes) in enumerate(waves):
             batch = make_batch(answers[group::groups], step=step, index=index, last=index == len(waves) - 1)
+            batch = with_experts(batch) if kind == "replayed" else batch
             with InFloat64() if dtype is torch.float64 else nullcontext():
                 trainer.train(in_history(msgspec.structs.replace(batch, update=update, closes=closes)))
     found.weights = {name: whole(parameter) for name, parameter in policy.model.named_parameters()}
