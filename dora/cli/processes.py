@@ -55,6 +55,10 @@ def serve(
         str, typer.Option(metavar="NAME,...", help="Modules that adapters may change.")
     ] = "",
     max_loras_per_batch: Annotated[int, typer.Option(min=1, max=256, help="Number of adapters loaded at a time.")] = 8,
+    routed_experts: Annotated[
+        bool,
+        typer.Option("--routed-experts", help="Return the choice of experts if asked for it. Needs dialect 0.5.23."),
+    ] = False,
 ) -> None:
     """Run the embedded engine, which speaks SGLang's protocol."""
     from dora.cli.serve import serve as command
@@ -79,6 +83,7 @@ def serve(
         max_lora_rank=max_lora_rank,
         lora_target_modules=tuple(filter(None, lora_target_modules.split(","))),
         max_loras_per_batch=max_loras_per_batch,
+        routed_experts=routed_experts,
     )
 
 

@@ -5,6 +5,7 @@ A chunk covers the output tokens that were not sent yet (incremental) or all tok
 
 from __future__ import annotations
 
+import base64
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,8 @@ class CallAnswer:
         }
         if self.has_spans:
             meta["weight_versions"] = generation.spans()
+        if generation.experts is not None:
+            meta["routed_experts"] = base64.b64encode(generation.experts).decode()
         if generation.num_steps:
             kept = end - generation.num_steps
             meta["spec_accept_rate"] = kept / generation.num_drafted if generation.num_drafted else 0.0

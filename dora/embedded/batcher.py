@@ -74,6 +74,11 @@ class Decoder(Model, Protocol):
         least one draft has a token; the tokens and log-probs are those that single steps would give."""
         ...
 
+    def experts(self, row: int, *, begin: int, end: int) -> bytes:
+        """Return the experts chosen for these tokens, but not for the last one, as SGLang does: little-endian int32
+        [tokens, layers of the model, top_k], zeros for layers without experts. For a decoder that keeps them."""
+        ...
+
     def leave(self, row: int) -> None: ...
 
 
@@ -318,6 +323,9 @@ class Batcher(Scheduler):
     def _leave(self, row: int) -> None:
         generation = self.rows[row]
         self.used_tokens -= generation.num_tokens
+        if generation.experts_from is not None:
+            end = generation.num_tokens - 1
+            generation.experts = self.decoder.experts(row, begin=min(generation.experts_from, end), end=end)
         self.decoder.leave(row)
         last = self.rows.pop()
         if row < len(self.rows):
@@ -327,6 +335,7 @@ class Batcher(Scheduler):
         """Put a running request back into the queue; if the queue is full, the request ends, as in SGLang."""
         self._leave(self.rows.index(generation))
         generation.num_retractions += 1
+        generation.experts = None
         if self._queue_is_full():
             self._finish(generation, QUEUE_FULL)
         else:

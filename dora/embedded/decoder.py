@@ -7,7 +7,8 @@ next step computes it together with the pending tokens of all other rows. So a r
 separate forward. Invariant: KV positions below a row's length hold its tokens in order, and all later positions are
 masked and finite. An extra row receives the writes of padding. Models whose layers have states cannot all skip padding
 or continue a prompt. So each of their rows is prefilled alone and as a whole, and the prefix cache serves whole prompts
-only. A row may have an adapter beside the model (`adapter_stack.py`). Not thread-safe.
+only. A row may have an adapter beside the model (`adapter_stack.py`), and its experts are kept beside its KV if they
+are to be returned. Not thread-safe.
 
 Legend: B rows, T new tokens per row, V vocabulary.
 """
@@ -16,11 +17,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -37,6 +40,7 @@ from dora.embedded.self_check import require_exact
 from dora.embedded.slots import ATTENTION, Saved, SlotCache, filled_cache
 from dora.errors import ConfigError
 from dora.model_config import dynamic_from, load_config, positions, rope_limit
+from dora.routers import find_routers
 
 Result = TypeVar("Result")
 
@@ -69,7 +73,9 @@ class CausalDecoder:
         dtype: str,
         threads: int,
         adapters: AdapterRoom | None = None,
+        returns_experts: bool = False,
     ) -> None:
+        """`returns_experts`: keep the choice of experts of every token. ConfigError if the model has none."""
         torch.set_num_threads(threads)
         self._model, unused = _build(folder, device=device, dtype=dtype)
         self._weights = LiveWeights(self._model, unused=unused)
@@ -81,7 +87,9 @@ class CausalDecoder:
         self.model_type, self.architectures = config.model_type, list(config.architectures or [])
         self.eos_token_ids = _eos_token_ids(self._model)
         self._device, self._slots, self._live = device, slots, 0
-        self._cache = SlotCache(filled, slots=slots)
+        self._routers = find_routers(self._model) if returns_experts else None
+        routing = None if self._routers is None else self._routers.shape
+        self._cache = SlotCache(filled, slots=slots, routing=routing)
         self._mask = torch.zeros(slots, 0, dtype=self._model.dtype, device=device)  # 0 readable, -inf not
         self._ints = torch.zeros(slots, 5, dtype=torch.int64, device=device)
         self._length, self._token, self._seed, self._top_k, self._greedy = self._ints.unbind(1)
@@ -164,6 +172,13 @@ class CausalDecoder:
         self._keep(counts, token_BT)
         return [(row[:count], found[:count]) for row, found, count in zip(tokens, logprobs, counts, strict=True)]
 
+    def experts(self, row: int, *, begin: int, end: int) -> bytes:
+        assert self._routers is not None
+        shape = self._routers.shape
+        found = np.zeros((end - begin, shape.num_layers, shape.top_k), "<i4")
+        found[:, shape.layers] = self._cache.experts(row, begin=begin, end=end).cpu().numpy()
+        return found.tobytes()
+
     @torch.inference_mode()
     def leave(self, row: int) -> None:
         self._live -= 1
@@ -243,14 +258,18 @@ class CausalDecoder:
             self.adapters.aim(self._places[rows])
 
     def _forward(self, token_BT: Tensor, mask: Tensor, position_BT: Tensor, keep: int = 1) -> Tensor:
-        return self._model(
-            input_ids=token_BT,
-            attention_mask=mask,
-            position_ids=position_BT,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=keep,
-        ).logits
+        with nullcontext() if self._routers is None else self._routers.record() as recording:
+            output = self._model(
+                input_ids=token_BT,
+                attention_mask=mask,
+                position_ids=position_BT,
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=keep,
+            )
+            if recording is not None:
+                self._cache.keep_experts(recording.take())
+        return output.logits
 
     def _prefill(self, first: int, joiners: Sequence[Joiner], found: Sequence[_Found]) -> Sequence[list[float] | None]:
         """Compute the missing KV of rows `first`.., in chunks, and log-probs of the uncached tokens if requested."""

@@ -27,10 +27,12 @@ class Dialect:
     names_unknown_sampling_key: bool = True
     #: Adapters are served. Older releases have routes for them too, which were not read.
     has_adapters: bool = True
+    #: The choice of experts is returned. Older releases have the field too, but were not read.
+    returns_experts: bool = True
 
 
 _V23 = Dialect(version="0.5.23")
-_V22 = replace(_V23, version="0.5.22", has_adapters=False)
+_V22 = replace(_V23, version="0.5.22", has_adapters=False, returns_experts=False)
 _V21 = replace(_V22, version="0.5.21", outlives_failed_flush=False, names_unknown_sampling_key=False)
 _V20 = replace(_V21, version="0.5.20", has_update_gate=False, flushes_over_queue=False, has_get_load=True)
 _V18 = replace(_V20, version="0.5.18", has_spans=False, has_ready=False)

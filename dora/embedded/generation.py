@@ -59,11 +59,13 @@ class Generation:
     namespace: str = ""  # of the client in the prefix cache: extra_key and cache_salt
     adapter: LoadedAdapter | None = None
     logprob_start: int | None = None  # first prompt token to return a log-prob of; None for no prompt log-probs
+    experts_from: int | None = None  # first token to return the experts of; None for no experts
 
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: list[float | None] | None = None
     labels: list[tuple[str, int]] = field(default_factory=list)  # (weight version, first output index), ascending
+    experts: bytes | None = None  # as `Decoder.experts` returns them; None while alive, and of a queued request
     finish_reason: dict[str, Any] | None = None  # None while alive
     cached_tokens: int | None = None  # None until first prefilled
     num_retractions: int = 0

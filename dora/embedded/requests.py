@@ -40,7 +40,6 @@ class _Unsupported(msgspec.Struct):
     token_ids_logprob: Any = None
     return_text_in_logprobs: Any = None
     return_hidden_states: Any = None
-    return_routed_experts: Any = None
     return_sampling_mask: Any = None
     return_entropy: Any = None
     session_params: Any = None
@@ -58,6 +57,8 @@ class _Body(_Unsupported):
     extra_key: str | list[str] | None = None
     cache_salt: str | list[str] | None = None
     lora_path: str | list[str | None] | None = None  # the name of a loaded adapter
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = 0
 
 
 class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -108,6 +109,7 @@ class RequestLimits:
     eos_token_ids: frozenset[int]
     draw_seed: Callable[[], int]
     encode: Callable[[str], list[int]] | None = None
+    returns_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +165,19 @@ def _generation(body: _Body, limits: RequestLimits) -> Generation:
         sampling=sampling,
         namespace=f"{_single(body.extra_key, 'extra_key') or ''}\0{_single(body.cache_salt, 'cache_salt') or ''}",
         logprob_start=start if wants_prompt else None,
+        experts_from=_experts_from(body, len(prompt_ids), limits),
     )
+
+
+def _experts_from(body: _Body, prompt: int, limits: RequestLimits) -> int | None:
+    """Return the first token whose experts are asked for; None if none are. SGLang without its flag returns none."""
+    if not body.return_routed_experts:
+        return None
+    if not limits.returns_experts:
+        raise BadValue("return_routed_experts: the engine was started without --routed-experts.")
+    if not 0 <= body.routed_experts_start_len <= prompt:
+        raise BadValue(f"routed_experts_start_len must be in [0, {prompt}], got {body.routed_experts_start_len}.")
+    return body.routed_experts_start_len
 
 
 def _single(value: Any, name: str) -> Any:

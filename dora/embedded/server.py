@@ -63,6 +63,7 @@ class ServeOptions:
     max_lora_rank: int = 0  # 0: no adapters
     lora_target_modules: tuple[str, ...] = ()
     max_loras_per_batch: int = 8  # adapters that are loaded at the same time
+    routed_experts: bool = False  # the choice of experts is kept, and returned if asked for
 
     @property
     def adapters(self) -> AdapterRoom | None:
@@ -75,11 +76,20 @@ class ServeOptions:
             raise ConfigError(f"adapters: not as SGLang {self.dialect} serves them; give --dialect 0.5.23")
         return AdapterRoom(self.max_loras_per_batch, self.max_lora_rank, self.lora_target_modules)
 
+    def require_possible(self) -> None:
+        """Raise ConfigError unless the options go together."""
+        dialect, _ = dialect_of(self.dialect), self.adapters
+        if self.routed_experts and not dialect.returns_experts:
+            raise ConfigError(f"--routed-experts: not as SGLang {self.dialect} does; give --dialect 0.5.23")
+        if self.routed_experts and self.draft_tokens:
+            raise ConfigError(
+                "--routed-experts: DORA refuses servers that return experts and draft; drop --draft-tokens"
+            )
+
 
 def run_server(options: ServeOptions) -> None:
     """Serve until a signal arrives. ConfigError if the dialect, the model or the address cannot be used."""
-    dialect_of(options.dialect)  # before the model is loaded
-    adapters = options.adapters
+    options.require_possible()  # before the model is loaded
     gc.disable()  # the imports create a million objects that stay: collecting them takes a fifth of the start
     from dora.embedded.decoder import CausalDecoder
 
@@ -90,7 +100,8 @@ def run_server(options: ServeOptions) -> None:
         device=options.device,
         dtype=options.dtype,
         threads=options.threads,
-        adapters=adapters,
+        adapters=options.adapters,
+        returns_experts=options.routed_experts,
     )
     tokenizer = None if options.skip_tokenizer_init else _tokenizer(options.model_path)
     gc.freeze()  # exempt them from later collections too
@@ -182,6 +193,7 @@ def _engine(options: ServeOptions, batcher: Scheduler, tokenizer: TextCodec | No
         eos_token_ids=batcher.model.eos_token_ids,
         draw_seed=lambda: (options.seed << 32) + next(drawn),
         encode=tokenizer.encode if tokenizer is not None else None,
+        returns_experts=options.routed_experts,
     )
     arguments = {
         "model_path": str(options.model_path),
@@ -200,6 +212,7 @@ def _engine(options: ServeOptions, batcher: Scheduler, tokenizer: TextCodec | No
         "incremental_streaming_output": options.incremental_streaming_output,
         "speculative_algorithm": "NGRAM" if options.draft_tokens else None,
         "speculative_num_draft_tokens": options.draft_tokens + 1 if options.draft_tokens else None,
+        "enable_return_routed_experts": options.routed_experts,
         "enable_lora": options.adapters is not None,
         "max_lora_rank": options.max_lora_rank or None,
         "lora_target_modules": list(options.lora_target_modules) or None,

@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import AttentionInterface
 
 from dora.errors import ConfigError
+from dora.routing import RoutingShape
 
 ATTENTION = "dora_slots"
 FEW = 16  # new tokens of a row up to which repeating the mask takes less than repeating the keys
@@ -75,6 +76,7 @@ class Saved:
 
     kv: Tensor  # (L, 2, S, W)
     states: list[Tensor]  # after the last of the S tokens
+    experts: Tensor | None = None  # (S, layers with experts, top_k), if they are kept
 
     @property
     def length(self) -> int:
@@ -84,8 +86,9 @@ class Saved:
 class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
     """All rows, and the view that one forward writes to (`write_at`) and reads (`rows`, `positions`)."""
 
-    def __init__(self, filled: DynamicCache, *, slots: int) -> None:
-        """`filled`: the cache of the model after a forward pass of one row; this object takes over its layers."""
+    def __init__(self, filled: DynamicCache, *, slots: int, routing: RoutingShape | None = None) -> None:
+        """`filled`: the cache of the model after a forward pass of one row; this object takes over its layers.
+        `routing`: the choice of experts is kept beside it."""
         super().__init__(layers=filled.layers)
         self.capacity = 0
         held = [(at, layer.keys, layer.values) for at, layer in enumerate(self.layers) if _has_kv(layer)]
@@ -94,6 +97,12 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         width = max((heads * size for pair in self._shapes for heads, size in pair), default=0)
         like = held[0][1] if held else torch.zeros(0)
         self.kv = torch.zeros(len(held), 2, slots + 1, 0, width, dtype=like.dtype, device=like.device)
+        self._experts: Tensor | None = None  # (slots + 1, capacity, layers with experts, top_k)
+        if routing is not None:
+            dtype = torch.uint8 if routing.num_experts <= 256 else torch.int16
+            self._experts = torch.zeros(
+                slots + 1, 0, len(routing.layers), routing.top_k, dtype=dtype, device=self.kv.device
+            )
         self._linear = [layer for layer in self.layers if isinstance(layer, cache_utils.LinearAttentionLayer)]
         self._states = [
             (states, index, state.new_zeros(slots, *state.shape[1:]))
@@ -113,6 +122,10 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         kv = self.kv.new_zeros(layers, two, rows, capacity, width)
         kv[:, :, :, :old] = self.kv
         self.kv, self.capacity = kv, capacity
+        if self._experts is not None:
+            experts = self._experts.new_zeros(rows, capacity, *self._experts.shape[2:])
+            experts[:, :old] = self._experts
+            self._experts = experts
         flat = kv.view(layers, 2, rows * capacity, width)
         self._flat = [
             [half[:, : heads * size] for half, (heads, size) in zip(layer, pair, strict=True)]
@@ -148,6 +161,11 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         keys, values = self._read[place]
         return keys, values
 
+    def keep_experts(self, experts_TLk: Tensor) -> None:
+        """Keep the experts that were chosen for the new tokens of a forward pass."""
+        assert self._experts is not None
+        self._experts.flatten(0, 1).index_copy_(0, self.write_at, experts_TLk.to(self._experts.dtype))
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
@@ -158,6 +176,8 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def move(self, source: int, target: int, *, length: int) -> None:
         self.kv[:, :, target, :length] = self.kv[:, :, source, :length]
+        if self._experts is not None:
+            self._experts[target, :length] = self._experts[source, :length]
         for _, _, all_rows in self._states:
             all_rows[target] = all_rows[source]
 
@@ -173,15 +193,24 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def save(self, row: int, *, length: int) -> Saved:
         """Copy a row of `length` tokens; its states must belong to exactly this number of tokens."""
-        return Saved(self.kv[:, :, row, :length].clone(), [all_rows[row].clone() for _, _, all_rows in self._states])
+        states = [all_rows[row].clone() for _, _, all_rows in self._states]
+        experts = None if self._experts is None else self._experts[row, :length].clone()
+        return Saved(self.kv[:, :, row, :length].clone(), states, experts)
 
     def restore(self, row: int, saved: Saved | None, *, length: int) -> None:
         """Set up a row with the first `length` tokens of `saved`. Where layers have states, that is all tokens or
         none."""
         if saved is not None:
             self.kv[:, :, row, :length] = saved.kv[:, :, :length]
+            if self._experts is not None and saved.experts is not None:
+                self._experts[row, :length] = saved.experts[:length]
         for at, (_, _, all_rows) in enumerate(self._states):
             all_rows[row] = saved.states[at] if saved is not None and length else 0
+
+    def experts(self, row: int, *, begin: int, end: int) -> Tensor:
+        """Return the experts kept for these tokens of a row."""
+        assert self._experts is not None
+        return self._experts[row, begin:end]
 
 
 def filled_cache(model: Any) -> DynamicCache:

@@ -17,7 +17,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from dora.embedded.decoder import CausalDecoder
 from dora.embedded.engine_state import EngineState
-from dora.embedded.scheduler import AdapterRoom
 from dora.embedded.server import ServeOptions, running
 
 VOCAB = 64
@@ -118,12 +117,8 @@ def reference_b(model_b: Path) -> Reference:
     return Reference(model_b)
 
 
-def decoder_of(
-    folder: Path, *, slots: int = 8, kv_tokens: int = 4096, adapters: AdapterRoom | None = None
-) -> CausalDecoder:
-    return CausalDecoder(
-        folder, slots=slots, kv_tokens=kv_tokens, device="cpu", dtype="float32", threads=1, adapters=adapters
-    )
+def decoder_of(folder: Path, *, slots: int = 8, kv_tokens: int = 4096, **options: Any) -> CausalDecoder:
+    return CausalDecoder(folder, slots=slots, kv_tokens=kv_tokens, device="cpu", dtype="float32", threads=1, **options)
 
 
 @dataclass
@@ -174,7 +169,11 @@ def serving(model_a: Path) -> Serving:
         given = {"slots": 8, "kv_tokens": 8192, "skip_tokenizer_init": True, **changes}
         options = ServeOptions(model_path=folder or model_a, **given)
         decoder = decoder_of(
-            options.model_path, slots=options.slots, kv_tokens=options.kv_tokens, adapters=options.adapters
+            options.model_path,
+            slots=options.slots,
+            kv_tokens=options.kv_tokens,
+            adapters=options.adapters,
+            returns_experts=options.routed_experts,
         )
         async with running(options, decoder, None) as (engine, url, _), aiohttp.ClientSession(url) as http:
             yield Served(engine, http)

@@ -48,6 +48,10 @@ class CountingDecoder:
         tokens, self.rows = self.rows, [tokens + 1 for tokens in self.rows]
         return tokens, [self.logprob] * len(tokens)
 
+    def experts(self, row: int, *, begin: int, end: int) -> bytes:
+        assert end == self.rows[row] - 1, "the last token was not read"
+        return bytes(range(begin, end))
+
     def leave(self, row: int) -> None:
         last = self.rows.pop()
         if row < len(self.rows):
