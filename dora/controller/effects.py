@@ -30,9 +30,9 @@ from dora.core.ids import GroupId, InstanceId, TrajectoryId, VersionId
 from dora.core.strategies import Pause
 from dora.core.training import Feed
 from dora.engine.api import AskedRouting, GenerateRequest, GenerateResult, InferenceEngine, PushStage
-from dora.engine.errors import AdapterDisproved, RequestRefused, ServerGone
+from dora.engine.errors import AdapterDisproved, InvalidChoices, RequestRefused, ServerGone
 from dora.engine.names import UNCONFIRMED, request_id
-from dora.errors import ConfigError, ProtocolError, RemoteError
+from dora.errors import ConfigError, ProtocolError, RemoteError, RunFailed
 from dora.journal.rows import answer_bound
 from dora.observe.visits import Visits
 from dora.tasks.pool import Graded, GraderPool
@@ -172,6 +172,8 @@ class StreamAttempt:
         )
         try:
             result = await self.engine.generate(url, request, partial(self.trajectories.append, trajectory, attempt))
+        except InvalidChoices as err:
+            raise RunFailed(str(err)) from err
         except ServerGone as err:
             server_gone = not await self._is_as_it_was(order.instance)
             await asyncio.sleep(0.0 if server_gone else FAILURE_PAUSE_S)

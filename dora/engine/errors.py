@@ -5,7 +5,7 @@ An answer that violates the protocol raises `dora.errors.ProtocolError`.
 
 from __future__ import annotations
 
-from dora.errors import RemoteError
+from dora.errors import ProtocolError, RemoteError
 
 
 class ServerGone(RemoteError):
@@ -26,6 +26,11 @@ def is_retryable(status: int) -> bool:
     """Return whether a refusal is temporary: overload (429, 503: queue full, timeout) or a server error (500: out of
     KV)."""
     return status == 429 or status >= 500
+
+
+class InvalidChoices(ProtocolError):
+    """The choice of experts that was asked for is absent or impossible: the server does not do what its flags say, and
+    would train routers on nonsense."""
 
 
 class AdapterDisproved(RemoteError):

@@ -24,6 +24,7 @@ from tests.chaos.recorded import read_frames, unpack
 from tests.chaos.session import DEADLY, LIVE, Session, Unexpected, intrude
 
 AGENT = json.dumps([sys.executable, str(Path(__file__).with_name("agent.py"))])
+MIXTURE = Path(__file__).parents[1] / "e2e" / "policies" / "qwen3_moe"
 LOOKUP = Path(__file__).parents[2] / "launch" / "agents" / "lookup_mcp.py"
 ROWS = f'{{kind = "function", name = "{LOOKUP}:rows", options = {{first = %d, count = 256}}}}'
 #: Settings of jobs by name; a driver takes one after the other.
@@ -32,6 +33,7 @@ JOBS: Mapping[str, Mapping[str, object]] = {
     "on-policy": {"engine__instances": 1, "rollout__max_staleness": 0},
     "merged": {"trainer__ranks": 2, "trainer__lora__rank": 4},
     "adapters": {"engine__instances": 1, "trainer__lora__rank": 4, "engine__adapters": True},
+    "experts": {"model__path": MIXTURE, "trainer__ranks": 2, "objective__router_replay": "r3"},
     "agents": {
         "model__path": "seed-tools",
         "environment__name": "dora.environments.agent:Agent",

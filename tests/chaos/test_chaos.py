@@ -15,7 +15,9 @@ FAULTS = 20
 STEPS = 20
 
 
-@pytest.mark.parametrize("jobs", [("ranks", "on-policy"), ("adapters", "merged"), ("agents",), ("mcp",)], ids="-".join)
+@pytest.mark.parametrize(
+    "jobs", [("ranks", "on-policy"), ("adapters", "merged"), ("experts",), ("agents",), ("mcp",)], ids="-".join
+)
 def test_twenty_faults_cost_no_group_and_train_none_twice(tmp_path: Path, jobs: tuple[str, ...]) -> None:
     report = Driver(tmp_path, SEED, jobs=jobs).drive(FAULTS, steps=STEPS)
     assert report.violations == []

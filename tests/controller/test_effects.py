@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 from array import array
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from dora.adapter_files import PROOF, Proof
@@ -31,7 +33,9 @@ from dora.engine.names import UNCONFIRMED, request_id
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.engine import SglangEngine
 from dora.engine.sglang.push import Disk
+from dora.errors import RunFailed
 from dora.journal.tokens import TokenWriter
+from dora.routing import RoutingShape
 from dora.seed.policy import path as seed_path
 from dora.tasks.pool import GraderPool
 from dora.tasks.prompts import open_stream
@@ -150,6 +154,62 @@ async def test_a_request_carries_what_makes_it_exact(io: Surroundings, server: S
     assert body["sampling_params"]["max_new_tokens"] == MAX_NEW_TOKENS
     assert body["sampling_params"]["temperature"] == 1.0
     assert set(body["sampling_params"]["stop_token_ids"]) == set(io.tokenizer.eos_ids)
+
+
+#: Of one layer: 2 experts of 4 for each token.
+ROUTING = RoutingShape(num_layers=1, layers=(0,), num_experts=4, top_k=2)
+
+
+@pytest.fixture
+def replaying(io: Surroundings) -> Surroundings:
+    """The same run, in which choices of experts are kept."""
+    io.trajectories.routing = ROUTING
+    io.trajectories.admit(GroupId(0))
+    return io
+
+
+def routed(*experts: int) -> str:
+    return base64.b64encode(np.array(experts, "<i4").tobytes()).decode()
+
+
+async def test_the_choice_of_experts_is_asked_for_from_the_first_unknown_token_and_kept(
+    replaying: Surroundings, server: ScriptedServer
+) -> None:
+    io, choices = replaying, record(replaying).choices
+    server.streams(chunk(10, finish="abort", routed_experts=routed(0, 1, 1, 2, 2, 3)))
+    await io.generate(order())
+    server.streams(chunk(11, eos(io), finish="stop", routed_experts=routed(3, 0, 0, 2)))
+    await io.generate(order(2, num_tokens=1))
+    bodies = [body for _, body in server.calls]
+    assert [body["return_routed_experts"] for body in bodies] == [True, True]
+    assert [body["routed_experts_start_len"] for body in bodies] == [0, 3]
+    assert choices.experts(np.arange(6)).tolist() == [[0, 1], [1, 2], [2, 3], [3, 0], [0, 2], [0, 0]]
+    assert choices.marks(np.arange(6)).tolist() == [1, 1, 1, 1, 1, 0]
+
+
+async def test_without_replay_no_choice_is_asked_for(io: Surroundings, server: ScriptedServer) -> None:
+    server.streams(chunk(*ANSWER, eos(io), finish="stop"))
+    await io.generate(order())
+    ((_, body),) = server.calls
+    assert not [key for key in body if "experts" in key]
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({}, "came without the choice of experts; start the server with"),
+        ({"routed_experts": routed(0, 1, 1, 2, 2, 4)}, "expert 4 of 4"),
+        ({"routed_experts": routed(0, 1, 0, 0, 2, 3)}, "token 1 has an expert twice in layer 0"),
+    ],
+)
+async def test_a_server_that_does_not_tell_its_choice_ends_the_run(
+    replaying: Surroundings, server: ScriptedServer, more: dict[str, str], reason: str
+) -> None:
+    server.streams(chunk(eos(replaying), finish="stop", **more))
+    with pytest.raises(RunFailed, match=reason) as failed:
+        await replaying.generate(order())
+    assert str(failed.value).startswith(server.url)
+    assert "\n" not in str(failed.value)
 
 
 async def test_requests_of_two_controllers_have_different_ids(io: Surroundings, server: ScriptedServer) -> None:

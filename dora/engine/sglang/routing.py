@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 
 from dora.engine.api import AskedRouting, GenerateRequest
+from dora.engine.errors import InvalidChoices
 from dora.engine.sglang.answers import is_older, read_server_info
 from dora.engine.sglang.launch import SGLANG_ROUTING
 from dora.engine.sglang.stream import MAX_EVENT_BYTES
-from dora.errors import ProtocolError
 from dora.routing import Chosen, Experts, RoutingShape
 
 FIRST_RELEASE: Final = (0, 5, 23)
@@ -105,22 +105,22 @@ def max_event_bytes(request: GenerateRequest) -> int:
 
 
 def read_chosen(text: msgspec.Raw, asked: AskedRouting, *, rows: int, source: str) -> Chosen:
-    """Return the choices of an answer, `text` being the string in its JSON; ProtocolError if they are not valid.
+    """Return the choices of an answer, `text` being the string in its JSON; InvalidChoices if they are not valid.
 
     Takes about 3 ms per MB of text, and gives up the interpreter lock every millisecond.
     """
     try:
         return Chosen(asked.start, _decode(text, asked.shape, rows=rows))
     except (msgspec.DecodeError, ValueError) as err:
-        raise ProtocolError(
+        raise InvalidChoices(
             f"{source}: returned an invalid choice of experts: {err}; check the server's flags against docs/SGLANG.md, "
             "or set objective.router_replay to off"
         ) from err
 
 
-def missing(source: str, *, num_tokens: int) -> ProtocolError:
+def missing(source: str, *, num_tokens: int) -> InvalidChoices:
     """Return the error for an answer without the choices that were asked for."""
-    return ProtocolError(
+    return InvalidChoices(
         f"{source}: an answer of {num_tokens} tokens came without the choice of experts; start the server with {_FLAG} "
         "(SGLang 0.5.23 or newer), or set objective.router_replay to off"
     )
