@@ -135,6 +135,9 @@ async def check(config: Config, report: Report, *, push: bool = False, measure: 
                 report("tools", one_line(", ".join(sorted(episodes.converse.tools))))
         if finding := await asyncio.to_thread(check_loss, config.objective):
             report("objective", finding)
+        if (routing := inputs.routing) is not None:
+            report("routing", f"replayed: {routing.top_k} of {routing.num_experts} experts in {len(routing.layers)} of "
+                   f"{routing.num_layers} layers, {routing.row_bytes} bytes for each token")  # fmt: skip
         await _check_rewards(config, inputs, graders, report=report)
         if missing:
             report("not checked", "trainer and servers: they need the weights, which dora run will download")
