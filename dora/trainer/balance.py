@@ -22,8 +22,7 @@ from dora.routing import RoutingShape
 from dora.trainer.packing import Row
 from dora.transport.messages import MicroBatch
 
-#: name -> (unit, formula). Of models with experts, unless they are compiled and nothing is replayed. The load of an
-#: expert is the number of tokens that are sent to it.
+#: name -> (unit, formula). Of models with experts, unless they are compiled and nothing is replayed.
 BALANCE: dict[str, tuple[str, str]] = {
     "expert_load_mean": ("1", "largest load of a layer's experts over the mean of that layer, mean over layers"),
     "expert_load_max": ("1", "largest load of a layer's experts over the mean of that layer, maximum over layers"),
