@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from conftest import (
     with_experts,
 )
 from torch import Tensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from dora.errors import ConfigError, ProtocolError
 from dora.routers import find_routers
@@ -33,6 +35,7 @@ from dora.trainer.logprobs import logprobs
 from dora.trainer.meshes import make_mesh
 from dora.trainer.model import Policy
 from dora.trainer.packing import Layout, make_row, prompts_of, split_passes, unshared_tokens
+from dora.trainer.probe import Probe
 from dora.trainer.replay import replayed
 from dora.trainer.step import Trainer
 from dora.transport.messages import NO_EXPERTS, NOT_ROUTED, Configure, MicroBatch, RankReady, StepDone, TrainerFailed
@@ -299,6 +302,34 @@ def test_loads_are_counted_without_replay_too_and_not_of_dense_models(folder: Pa
     assert not found.keys() & REPLAYED.keys()
     assert 1.0 <= found["expert_load_mean"] <= found["expert_load_max"] <= 4.0
     assert not Rank(make_model_folder(tmp_path)).train(batch).keys() & BALANCE.keys()
+
+
+@pytest.mark.usefixtures("_alone")
+def test_routers_that_choose_in_another_way_train_without_metrics_of_loads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = Qwen3MoeTopKRouter.forward
+
+    def twice(router: Any, hidden: Tensor) -> Any:
+        torch.topk(hidden.flatten(0, -2)[:, :4], 2)
+        return forward(router, hidden)
+
+    monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", twice)
+    batch = make_batch(make_groups(2, version=0, seed=7), step=0, index=0, last=True)
+    assert not Rank(folder).train(batch).keys() & BALANCE.keys()
+    with pytest.raises(ConfigError, match="routers of qwen3_moe call topk 2 times for their choice; set it to off"):
+        Rank(folder, **R3)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_the_probe_replays_the_same_experts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At learning rate 0 all versions are equal, and other experts would have other log-probs."""
+    monkeypatch.setattr(Probe, "_under", lambda *_: nullcontext())
+    rank = Rank(folder, **R3, probe_tokens=64, learning_rate=0.0)
+    rank.train(batch_of(1))
+    found = rank.train(batch_of(2, step=1, version=0))
+    assert found["probe_tokens"] > 0
+    assert found["version_drift_k3"] < 1e-9
 
 
 @pytest.mark.usefixtures("_alone")
