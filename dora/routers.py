@@ -67,9 +67,12 @@ class Recording:
         self._routers = routers
 
     def take(self) -> Tensor:
-        """Return int16 [T, L, k]: the experts of all tokens of the passes since the last call, in order."""
+        """Return int16 [T, L, k]: the experts of all tokens of the passes since the last call, in order. ConfigError if
+        the routers do not choose as described above."""
         layers = []
         for router in self._routers:
+            if router.fault is not None:
+                raise router.fault
             passes, router.recorded = router.recorded or [], []
             layers.append(torch.cat(passes) if passes else torch.zeros(0, router.top_k, dtype=torch.int16))
         return torch.stack(layers, dim=1)
@@ -97,6 +100,7 @@ class _Router:
     def __init__(self, module: Any, shape: RoutingShape, *, family: str) -> None:
         self.table: Tensor | None = None  #: [T, k], -1: its own choice
         self.recorded: list[Tensor] | None = None
+        self.fault: ConfigError | None = None  #: why what was recorded means nothing
         self.num_experts, self.top_k = shape.num_experts, shape.top_k
         self._family, self._forward = family, module.forward
         module.forward = self.forward
@@ -111,7 +115,9 @@ class _Router:
             with _Answer(self) as answer:
                 output = self._forward(*args, **kwargs)
             if answer.hits != 1:
-                raise unsupported(self._family, f"call topk {answer.hits} times for their choice")
+                self.fault = unsupported(self._family, f"call topk {answer.hits} times for their choice")
+                if table is not None:
+                    raise self.fault
         for value in output if isinstance(output, tuple) else (output,):
             if value.requires_grad:
                 value.register_hook(partial(self._require_unchanged, table, version))

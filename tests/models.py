@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,12 +27,13 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from dora.errors import ConfigError
+from dora.routers import routing_shape
 from dora.trainer.forward_check import check_training
 from dora.trainer.logprobs import logprobs
 from dora.trainer.meshes import make_mesh
-from dora.trainer.model import Policy
+from dora.trainer.model import Policy, build_on_meta
 from dora.trainer.packing import SHARE_ABOVE, Layout, make_row, prompts_of, split_passes
-from tests.families import FAMILIES, make_model
+from tests.families import FAMILIES, make_config, make_model
 from tests.trainer.publishing import gather
 
 DOCUMENT: Final = Path(__file__).parents[1] / "docs" / "MODELS.md"
@@ -180,6 +182,8 @@ CamemBERT, BART and others), and models of images or sound, unless transformers 
 its longest request has more tokens than the model has positions, or than the original context of a `dynamic` rotary
 embedding in any layer.
 
+{textwrap.fill(replaying(), 120)}
+
 Every version has all tensors of the folder. Those that are not trained (buffers, and tensors of a vision part or of
 layers that predict several tokens) are published bit for bit as they were read, except that FP8 is dequantised.
 
@@ -187,6 +191,22 @@ layers that predict several tokens) are published bit for bit as they were read,
 |---|---|---|---|---|---|
 {lines}
 """
+
+
+def replaying() -> str:
+    """Return a sentence on the families that can replay the experts of an engine, and one for each that cannot."""
+    able, unable = [], []
+    for family in sorted(FAMILIES):
+        try:
+            routing_shape(build_on_meta(make_config(family), torch.float32))
+            able.append(f"`{family}`")
+        except ConfigError as err:
+            reason = str(err).removeprefix("objective.router_replay: ").partition("; ")[0]
+            unable += [f" Refused: {reason}."] if reason.startswith("routers of ") else []
+    return (
+        "With `objective.router_replay`, the trainer sends tokens to the experts that the engine chose "
+        f"([TRAINER.md](TRAINER.md#experts-of-the-engine)). Families that can: {', '.join(able)}.{''.join(unable)}"
+    )
 
 
 def main(families: Sequence[str]) -> None:

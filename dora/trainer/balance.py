@@ -22,8 +22,7 @@ from dora.routing import RoutingShape
 from dora.trainer.packing import Row
 from dora.transport.messages import MicroBatch
 
-#: name -> (unit, formula). Of models with experts, unless they are compiled and nothing is replayed. The load of an
-#: expert is the number of tokens that are sent to it.
+#: name -> (unit, formula). Of models with experts, unless they are compiled and nothing is replayed.
 BALANCE: dict[str, tuple[str, str]] = {
     "expert_load_mean": ("1", "largest load of a layer's experts over the mean of that layer, mean over layers"),
     "expert_load_max": ("1", "largest load of a layer's experts over the mean of that layer, maximum over layers"),
@@ -47,7 +46,7 @@ class Balance:
         self._routers, self._replays = find_routers(model), replays
         shape = self._routers.shape
         self._loads_LE = torch.zeros(len(shape.layers), shape.num_experts, dtype=torch.int64, device=device)
-        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._counts: dict[str, Tensor] = {name: self._loads_LE.new_zeros(()) for name in _COUNTS}
 
     @property
     def shape(self) -> RoutingShape:
@@ -60,7 +59,12 @@ class Balance:
         which it is measured what comes after its head."""
         with self._routers.record() as recording:
             yield
-            own_TLk = recording.take()
+            try:
+                own_TLk = recording.take()
+            except ConfigError:
+                if self._replays:
+                    raise
+                return  # of a family that chooses in another way; nothing but metrics needs it
         self._add(own_TLk[-row.flat(row.tokens_BT).numel() :], row)
 
     @torch.no_grad()
@@ -73,8 +77,8 @@ class Balance:
             chosen_TLk = torch.where(is_replayed_TLk, table_TLk, own_TLk)
             for own_Tk, table_Tk in zip(own_TLk.unbind(1), table_TLk.unbind(1), strict=True):
                 kept_Tk = (table_Tk[:, :, None] == own_Tk[:, None, :]).any(2)
-                self._counts["changed"] += int(((table_Tk >= 0) & ~kept_Tk).sum())
-            self._counts["selections"] += int(is_replayed_TLk.sum())
+                self._counts["changed"] += ((table_Tk >= 0) & ~kept_Tk).sum()
+            self._counts["selections"] += is_replayed_TLk.sum()
         starts_L = torch.arange(len(self._loads_LE), device=chosen_TLk.device) * self._loads_LE.shape[1]
         places = (chosen_TLk.long() + starts_L[:, None]).flatten()
         self._loads_LE += torch.bincount(places, minlength=self._loads_LE.numel()).view_as(self._loads_LE)
@@ -91,20 +95,20 @@ class Balance:
 
     def close(self) -> dict[str, float]:
         """Return the metrics of the step, and begin the next; a collective."""
-        own = torch.tensor([*self._counts.values()], device=self._loads_LE.device)
-        flat = torch.cat([self._loads_LE.flatten(), own])
+        flat = torch.cat([self._loads_LE.flatten(), torch.stack([*self._counts.values()])])
         dist.all_reduce(flat)
         loads_LE, counts = flat[: self._loads_LE.numel()].view_as(self._loads_LE), flat[self._loads_LE.numel() :]
         total = dict(zip(_COUNTS, counts.tolist(), strict=True))
-        self._loads_LE.zero_()
-        self._counts = dict.fromkeys(_COUNTS, 0)
-        loads_LE = loads_LE.double()
-        peaks_L = loads_LE.amax(1) / loads_LE.mean(1).clamp(min=1e-9)
-        metrics = {
-            "expert_load_mean": float(peaks_L.mean()),
-            "expert_load_max": float(peaks_L.max()),
-            "experts_unused_frac": float((loads_LE == 0).double().mean()),
-        }
+        for count in (self._loads_LE, *self._counts.values()):
+            count.zero_()
+        metrics: dict[str, float] = {}
+        if loads_LE.any():
+            peaks_L = loads_LE.amax(1) / loads_LE.double().mean(1)
+            metrics |= {
+                "expert_load_mean": float(peaks_L.mean()),
+                "expert_load_max": float(peaks_L.max()),
+                "experts_unused_frac": float((loads_LE == 0).double().mean()),
+            }
         if self._replays:
             metrics |= {
                 "routing_changed_frac": total["changed"] / max(total["selections"], 1),

@@ -21,6 +21,7 @@ from dora.observe.judges import JudgeRow
 from dora.observe.snapshot import snapshot
 from dora.status import metrics
 from dora.trackers.rows import GROUPS
+from dora.trainer.balance import BALANCE, REPLAYED
 from dora.trainer.metrics import LAGGED, MEASURED, PROBED, WHOLE
 from tests.core.world import settings
 
@@ -154,6 +155,13 @@ _PROBED: Final = (
     "## Of the probe\n\n"
     "These metrics exist in steps with tokens to measure (`trainer.probe_every`). v is the version that sampled.\n"
 )
+_BALANCE: Final = """## Of experts
+
+These metrics exist in steps of a model with experts (mixture of experts), unless its layers are compiled and nothing is
+replayed. The load of an expert is the number of tokens that are sent to it. Shared experts, to which all tokens are
+sent, do not count.
+"""
+_REPLAYED: Final = "With `objective.router_replay` ([TRAINER.md](TRAINER.md#experts-of-the-engine)), in addition:"
 _EPISODES: Final = """## Of episodes
 
 These figures exist in runs with an environment ([AGENTS.md](AGENTS.md)). The row of a step has them under `episodes`,
@@ -189,6 +197,7 @@ def render() -> str:
         *(_HEAD, _ROWS, *_rows(observed.row_figures(), seen), "", _EVALUATIONS, *_rows(scores.row_figures(), seen), ""),
         *(_LAGGED, *_table(LAGGED, seen, "trainer/all/"), "", *measured),
         *(_WHOLE, "", *_table(WHOLE, seen, "trainer/"), "", _PROBED, *_table(PROBED, seen, "trainer/"), ""),
+        *(_BALANCE, *_table(BALANCE, seen, "trainer/"), "", _REPLAYED, "", *_table(REPLAYED, seen, "trainer/"), ""),
         *(_EPISODES, *_table(measured_of_episodes, seen, "episodes/", heading="meaning"), ""),
         *(_RECORDS, *_meanings("rank", activities.RANK), ""),
         *(*_meanings("a rank waits", activities.WAITING), ""),
@@ -244,7 +253,7 @@ def _alerts() -> str:
 def _families() -> dict[str, tuple[str, str]]:
     """Return type and meaning of everything that /metrics may have, by its name without `dora_`."""
     present = snapshot(State(settings()), ShellFacts(run_id="", strategy=""))
-    keys = [*WHOLE, *PROBED, *(f"all/{name}" for name in (*LAGGED, *MEASURED))]
+    keys = [*WHOLE, *PROBED, *BALANCE, *REPLAYED, *(f"all/{name}" for name in (*LAGGED, *MEASURED))]
     whole = replace(
         present,
         environment=EnvironmentRow(calling=0, failed={}),

@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dora.model_config import load_config
+from dora.routing import RoutingShape
 from dora.trainer import model as policy_module
+from dora.trainer import step as step_module
 from dora.trainer.checkpoint import Saver
 from dora.trainer.checkpointing import Mode
 from dora.trainer.context import Context, make_context
@@ -33,6 +35,7 @@ from dora.trainer.copies import frozen_adapters
 from dora.trainer.meshes import Mesh, make_mesh
 from dora.trainer.model import Policy
 from dora.trainer.packing import Layout
+from dora.trainer.replay import check_replay
 from dora.trainer.resharding import Arrangement
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, LoraSettings, StepDone
@@ -150,6 +153,7 @@ def train(
     policy_module.MASTER_DTYPE = dtype
     if dtype is torch.float64:
         policy_module.load_config = with_eager_experts
+        step_module.check_replay = check_replay_in_float64
     policy_module.GATHERED_BYTES = 2**31 if sharing.gathered else 0
     changes: dict[str, Any] = {"three": THREE, "lora": THREE, "replayed": REPLAYED}.get(kind, PLAIN)
     lora = LORA if kind == "lora" else None
@@ -169,11 +173,10 @@ def train(
         parent or Path(), Arrangement(sharing.shard_ranks, sharing.experts, sharing.tensor), policy.may_be_divided
     )
     saver = Saver(storage, report=lambda _: None, on_failure=lambda _: None)
-    with InFloat64() if dtype is torch.float64 else nullcontext():
-        trainer = Observed(
-            order, end=Listener(found), policy=policy, layout=layout,  # type: ignore[arg-type]
-            publisher=Unpublished(), saver=saver,  # type: ignore[arg-type]
-        )  # fmt: skip
+    trainer = Observed(
+        order, end=Listener(found), policy=policy, layout=layout,  # type: ignore[arg-type]
+        publisher=Unpublished(), saver=saver,  # type: ignore[arg-type]
+    )  # fmt: skip
     trainer.found = found
     trainer.start()
     group, groups = dist.get_rank() // layout.ranks, dist.get_world_size() // layout.ranks
@@ -195,6 +198,11 @@ def waves_of(answers: Sequence[Answer], *, updates: int) -> Iterator[tuple[int, 
     for update, part in enumerate(mini_batches(answers, updates)):
         for number in range(PASSES):
             yield update, part[number::PASSES], number == PASSES - 1
+
+
+def check_replay_in_float64(policy: Policy, layout: Layout, *, dtype: str) -> RoutingShape:
+    with InFloat64():
+        return check_replay(policy, layout, dtype=dtype)
 
 
 def with_eager_experts(folder: Path) -> Any:

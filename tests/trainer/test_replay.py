@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ from conftest import (
     with_experts,
 )
 from torch import Tensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from dora.errors import ConfigError, ProtocolError
 from dora.routers import find_routers
@@ -32,7 +34,8 @@ from dora.trainer.batch import check, experts_of, pack
 from dora.trainer.logprobs import logprobs
 from dora.trainer.meshes import make_mesh
 from dora.trainer.model import Policy
-from dora.trainer.packing import Layout, prompts_of, split_passes, unshared_tokens
+from dora.trainer.packing import Layout, make_row, prompts_of, split_passes, unshared_tokens
+from dora.trainer.probe import Probe
 from dora.trainer.replay import replayed
 from dora.trainer.step import Trainer
 from dora.transport.messages import NO_EXPERTS, NOT_ROUTED, Configure, MicroBatch, RankReady, StepDone, TrainerFailed
@@ -40,6 +43,7 @@ from tests.families import make_model
 from tests.trainer.publishing import KeptVersions, make_saver
 
 CPU = torch.device("cpu")
+DTYPES: Final = (torch.float32, torch.bfloat16)
 SHAPE = RoutingShape(num_layers=4, layers=(0, 1, 2, 3), num_experts=4, top_k=2)
 R3 = {"objective": '{"router_replay": "r3", "kl_coefficient": 0.1}', "micro_batch_tokens": 100}
 
@@ -72,7 +76,7 @@ def test_the_experts_of_a_row_are_those_of_its_tokens(layout: Layout) -> None:
     batch = batch_of(3)
     experts = experts_of(batch, SHAPE)
     assert experts is not None
-    members = [5, 2, 7, 0, 1]
+    members = [0, 1, 2, 5, 7]  # siblings are put together
     row, _ = pack(batch, members, advantages_nU=np.zeros((12, 1)), experts=experts, layout=layout, device=CPU)
     assert row.experts_BTLk is not None
     lengths, ends = batch.lengths[members], np.cumsum(batch.lengths)[members]
@@ -119,6 +123,49 @@ def test_a_shared_row_has_the_logprobs_and_gradients_of_its_sequences_alone() ->
     for layout in (Layout(), Layout(share_above=1.0), Layout(padded=True)):
         torch.testing.assert_close(run(list(range(8)), layout), alone_P, rtol=0, atol=1e-5)
         assert float((gradient() - alone).norm()) <= 1e-5 * float(alone.norm())
+
+
+#: Eight layers, 32 experts of which four are chosen; those of DeepSeek are in groups.
+SHAPES: Final[dict[str, dict[str, Any]]] = {
+    "qwen3_moe": {"num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True, "head_dim": 32},
+    "deepseek_v3": {"n_routed_experts": 32, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2},
+}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("family", SHAPES)
+def test_an_engine_in_float32_and_a_trainer_in_bfloat16_differ_less(family: str) -> None:
+    count, length, prompt = 16, 64, 8
+    sizes = {"hidden_size": 128, "num_hidden_layers": 8, "vocab_size": 256, **SHAPES[family]}
+    models = [make_model(family, dtype=dtype, moe_intermediate_size=64, **sizes) for dtype in DTYPES]
+    for model in models:
+        for parameter, source in zip(model.parameters(), models[0].parameters(), strict=True):
+            if parameter.dim() > 1:
+                parameter.data.copy_(source.data if model is not models[0] else 0.08 / 0.15 * source.data)
+    engine, trainer = models
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (count, prompt)))
+    torch.manual_seed(0)
+    with torch.no_grad(), find_routers(engine).record() as recording:
+        for _ in range(length - prompt):
+            logits = engine(input_ids=ids, use_cache=False).logits[:, -1]
+            ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1)], 1)
+        recording.take()
+        logprobs_BTV = engine(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+        experts = recording.take().numpy()
+    engine_P = logprobs_BTV[:, prompt - 1 : -1].gather(-1, ids[:, prompt:, None]).flatten()
+    trained = np.flatnonzero(np.tile(np.arange(length) >= prompt, count))
+    trainer.set_attn_implementation(attention.NAME)
+
+    def error(experts: Any) -> tuple[float, float]:
+        row = make_row(ids.flatten().numpy(), lengths=[length] * count, trained=trained, experts=experts, device=CPU)
+        with torch.no_grad(), replayed(trainer, row):
+            error_P = (logprobs(trainer, row, temperature=1.0)[0] - engine_P).abs()
+        return float(error_P.mean()), float(error_P.max())
+
+    (mean, most), (mean_live, most_live) = error(experts), error(None)
+    assert most <= most_live / 4
+    assert mean <= mean_live / 2
+    assert mean_live > 1e-2
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------
@@ -255,6 +302,34 @@ def test_loads_are_counted_without_replay_too_and_not_of_dense_models(folder: Pa
     assert not found.keys() & REPLAYED.keys()
     assert 1.0 <= found["expert_load_mean"] <= found["expert_load_max"] <= 4.0
     assert not Rank(make_model_folder(tmp_path)).train(batch).keys() & BALANCE.keys()
+
+
+@pytest.mark.usefixtures("_alone")
+def test_routers_that_choose_in_another_way_train_without_metrics_of_loads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = Qwen3MoeTopKRouter.forward
+
+    def twice(router: Any, hidden: Tensor) -> Any:
+        torch.topk(hidden.flatten(0, -2)[:, :4], 2)
+        return forward(router, hidden)
+
+    monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", twice)
+    batch = make_batch(make_groups(2, version=0, seed=7), step=0, index=0, last=True)
+    assert not Rank(folder).train(batch).keys() & BALANCE.keys()
+    with pytest.raises(ConfigError, match="routers of qwen3_moe call topk 2 times for their choice; set it to off"):
+        Rank(folder, **R3)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_the_probe_replays_the_same_experts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At learning rate 0 all versions are equal, and other experts would have other log-probs."""
+    monkeypatch.setattr(Probe, "_under", lambda *_: nullcontext())
+    rank = Rank(folder, **R3, probe_tokens=64, learning_rate=0.0)
+    rank.train(batch_of(1))
+    found = rank.train(batch_of(2, step=1, version=0))
+    assert found["probe_tokens"] > 0
+    assert found["version_drift_k3"] < 1e-9
 
 
 @pytest.mark.usefixtures("_alone")
