@@ -44,7 +44,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in (*LAYERS, "qwen3"):
         make_model(name).save_pretrained(root / name)
     make_model("qwen3_moe", seed=1).save_pretrained(root / "next")
-    return {name: root / name for name in (*LAYERS, "qwen3", "next")}
+    make_model("qwen3_moe", max_position_embeddings=512).save_pretrained(root / "long")
+    return {name: root / name for name in (*LAYERS, "qwen3", "next", "long")}
 
 
 class Watched(CausalDecoder):
@@ -92,6 +93,15 @@ def test_cached_tokens_have_the_experts_that_were_chosen_when_they_were_computed
     choice = PlainChoice(folders[family])
     for at, row in enumerate(rows):
         assert decoder.kept(at).tolist() == choice([*row.joiner.token_ids, *row.output_ids])[:-1].tolist()
+
+
+def test_experts_stay_when_rows_outgrow_the_cache(folders: dict[str, Path]) -> None:
+    decoder, rows = Watched(folders["long"]), []
+    join(decoder, rows, [Joiner(token_ids=prompt_of(random.Random(2), 126, vocab=VOCAB), namespace="", seed=1)])
+    for _ in range(6):
+        step(decoder, rows)
+    tokens = [*rows[0].joiner.token_ids, *rows[0].output_ids]
+    assert decoder.kept(0).tolist() == PlainChoice(folders["long"])(tokens)[:-1].tolist()
 
 
 def test_experts_follow_the_weights(folders: dict[str, Path]) -> None:
