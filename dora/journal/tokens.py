@@ -40,13 +40,14 @@ _PROMPT: Final = 0
 _CHUNK: Final = 1  #: every token was sampled by the policy
 _MASKED_CHUNK: Final = 2  #: with a loss mask
 _FORKED_CHUNK: Final = 3  #: with a loss mask, and the parent row and the number of its tokens that the new row repeats
-_CHOICES: Final = 4  #: a mark for each token, then as many bytes of choices for each as fill the record
+_CHOICES: Final = 4  #: bytes of choices for each token, then a mark for each, then the choices
 DIGEST_BYTES: Final = 16  #: after the tokens of a prompt
 
 _TOKENS: Final = np.dtype("<i4")
 _LOGPROBS: Final = np.dtype("<f4")
 _MASK: Final = np.dtype("u1")
 _FORK: Final = struct.Struct("<II")
+_WIDTH: Final = struct.Struct("<I")
 _MASKED_BYTES: Final = _TOKENS.itemsize + _LOGPROBS.itemsize + _MASK.itemsize
 
 MAX_CHOICES_BYTES: Final = 2**24  #: of a record of choices; a frame has a limit
@@ -57,6 +58,7 @@ _SIZES: Final = {
     _CHUNK: (_TOKENS.itemsize + _LOGPROBS.itemsize, 0),
     _MASKED_CHUNK: (_MASKED_BYTES, 0),
     _FORKED_CHUNK: (_MASKED_BYTES, _FORK.size),
+    _CHOICES: (0, _WIDTH.size),  # the record itself says how many bytes each token has
 }
 
 
@@ -79,7 +81,7 @@ class TokenWriter(FrameWriter):
         for first in range(0, len(marks), most):
             part = marks[first : first + most]
             head = _HEAD.pack(_CHOICES, trajectory, self._epoch, attempt, start + first, len(part))
-            self.write(head + part + experts[first * width : (first + len(part)) * width])
+            self.write(head + _WIDTH.pack(width) + part + experts[first * width : (first + len(part)) * width])
 
     def append(
         self,
@@ -181,12 +183,13 @@ def read_tokens(
             continue
         attempts[trajectory] = (epoch, attempt)
         if kind == _CHOICES:
+            (width,) = _WIDTH.unpack_from(record, _HEAD.size)
+            end = _HEAD.size + _WIDTH.size + count
+            marks = record[end - count : end]
             if account is not None:
-                account.choose(trajectory, record[_HEAD.size : _HEAD.size + count], start=start)
+                account.choose(trajectory, marks, start=start)
             if wanted is None or trajectory in wanted:
-                width = (len(record) - _HEAD.size) // count - 1
-                marks = record[_HEAD.size : _HEAD.size + count]
-                choices.setdefault(trajectory, Choices(width)).put(start, record[_HEAD.size + count :], marks)
+                choices.setdefault(trajectory, Choices(width)).put(start, record[end:], marks)
             continue
         known = store.counts.get(trajectory, 0)
         if start > known:
@@ -217,10 +220,9 @@ def _parse_head(record: bytes, *, path: Path, offset: int) -> tuple[int, int, in
     """Return the head of a record; JournalError unless it agrees with the record's length."""
     if len(record) >= _HEAD.size:
         kind, number, epoch, attempt, start, count = _HEAD.unpack_from(record)
-        rows = len(record) - _HEAD.size
-        if kind == _CHOICES and count and rows % count == 0 and rows > count:
-            return kind, number, epoch, attempt, start, count
         width, rest = _SIZES.get(kind, (0, -1))
+        if kind == _CHOICES and len(record) >= _HEAD.size + _WIDTH.size:
+            width = 1 + _WIDTH.unpack_from(record, _HEAD.size)[0]
         if len(record) == _HEAD.size + width * count + rest and (kind != _PROMPT or start <= MAX_GROUP_SIZE):
             return kind, number, epoch, attempt, start, count
     raise JournalError(

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import xxhash
 
-from tests.chaos.recorded import PROMPT, Chunk, Damaged, Record, read_chunks, read_frames, unpack
+from tests.chaos.recorded import CHOICES, PROMPT, Chunk, Damaged, Record, read_chunks, read_frames, unpack
 
 #: Files of rows.
 ROWS: Final = ("metrics.jsonl", "trajectories.jsonl")
@@ -371,6 +371,7 @@ HANDLERS: Mapping[str, Callable[[Checker, Record], None]] = {
 def check_tokens(checker: Checker) -> Iterator[Violation]:
     """Check that every answer has only chunks of its own admission, no gap, and the length in the journal."""
     prompts: dict[int, int] = {}  # group -> epoch of its latest prompt
+    lengths: dict[int, int] = {}  # of prompts, by trajectory
     latest: dict[int, tuple[int, int]] = {}
     answers: dict[int, list[Chunk]] = defaultdict(list)
     for chunk in read_chunks(checker.folder / "tokens.bin"):
@@ -378,6 +379,12 @@ def check_tokens(checker: Checker) -> Iterator[Violation]:
             prompts[chunk.number] = chunk.epoch
             for sibling in range(chunk.number * chunk.start, (chunk.number + 1) * chunk.start):
                 answers.pop(sibling, None)
+                lengths[sibling] = chunk.count
+        elif chunk.kind == CHOICES:
+            parts = answers[chunk.number]
+            num_tokens = lengths[chunk.number] + parts[-1].start + parts[-1].count if parts else 0
+            if chunk.start + chunk.count >= num_tokens:  # nothing has read the last token
+                yield Violation("token store", f"trajectory {chunk.number}: experts of tokens that it does not have")
         elif (chunk.epoch, chunk.attempt) >= latest.get(chunk.number, (0, 0)):
             latest[chunk.number] = chunk.epoch, chunk.attempt
             parts = answers[chunk.number]

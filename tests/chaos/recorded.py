@@ -17,7 +17,7 @@ import msgspec
 
 FRAME = struct.Struct("<III")  # payload bytes, CRC-32 of these four bytes, CRC-32 of the payload
 CHUNK = struct.Struct("<BqIIII")  # kind, trajectory or group, epoch, attempt, start or siblings, tokens
-PROMPT, SAMPLED, MASKED, FORKED = 0, 1, 2, 3
+PROMPT, SAMPLED, MASKED, FORKED, CHOICES = 0, 1, 2, 3, 4
 BYTES_PER_TOKEN = {PROMPT: 4, SAMPLED: 8, MASKED: 9, FORKED: 9}
 DIGEST_BYTES = 16  # after a prompt's tokens
 FORK = struct.Struct("<II")  # after those of a forked chunk: parent row, number of its tokens
@@ -119,8 +119,11 @@ def read_chunks(path: Path) -> list[Chunk]:
     found = []
     for record in read_frames(path).records:
         chunk = Chunk(*CHUNK.unpack_from(record))
-        extra = {PROMPT: DIGEST_BYTES, FORKED: FORK.size}.get(chunk.kind, 0)
-        if len(record) != CHUNK.size + BYTES_PER_TOKEN.get(chunk.kind, -1) * chunk.count + extra:
+        extra = {PROMPT: DIGEST_BYTES, FORKED: FORK.size, CHOICES: 4}.get(chunk.kind, 0)
+        width = BYTES_PER_TOKEN.get(chunk.kind, -1)
+        if chunk.kind == CHOICES:  # a mark and the experts of each token
+            width = 1 + int.from_bytes(record[CHUNK.size : CHUNK.size + 4], "little")
+        if len(record) != CHUNK.size + width * chunk.count + extra:
             raise Damaged(f"{path.name}: a record of kind {chunk.kind} has {len(record)} bytes")
         fork = FORK.unpack(record[-FORK.size :]) if chunk.kind == FORKED else None
         found.append(replace(chunk, fork=fork))

@@ -91,11 +91,13 @@ def read_tokens(data: bytes) -> Stored:
     for _, record in frames(data):
         kind, number, epoch, attempt, start, count = struct.unpack_from("<BqIIII", record)
         at = struct.calcsize("<BqIIII")
-        tokens = list(struct.unpack_from(f"<{count}i", record, at))
+        tokens = list(struct.unpack_from(f"<{count}i", record, at)) if kind < 4 else []
         if kind == 0:
             found.prompts[number] = tokens
             for sibling in range(number * start, (number + 1) * start):
                 found.answers.pop(sibling, None)
+            continue
+        if kind == 4:  # experts
             continue
         require(kind in (1, 2, 3), f"token record of kind {kind}")
         if (epoch, attempt) < latest.get(number, (0, 0)):

@@ -27,6 +27,7 @@ def path(tmp_path: Path) -> Path:
         writer.append(2, 4, [10, 11], [-1.0, -2.0], start=0)
         writer.append(2, 4, [12], [0.0], start=2, loss_mask=[0])
         writer.append(2, 4, [13, 14], [0.0, 0.0], start=3, loss_mask=[0, 0], fork=Fork(3, 0, 1))
+        writer.choose(2, 4, b"aabbcc", b"\x01\x02\x01", start=1)
     return file
 
 
@@ -38,9 +39,9 @@ def test_a_reader_that_follows_the_description_knows_every_kind(path: Path) -> N
     chunks = recorded.read_chunks(path)
     assert [chunk.kind for chunk in chunks] == KINDS
     assert [(chunk.number, chunk.epoch, chunk.attempt, chunk.start, chunk.count) for chunk in chunks] == [
-        (1, 3, 0, 2, 2), (2, 3, 4, 0, 2), (2, 3, 4, 2, 1), (2, 3, 4, 3, 2),
+        (1, 3, 0, 2, 2), (2, 3, 4, 0, 2), (2, 3, 4, 2, 1), (2, 3, 4, 3, 2), (2, 3, 4, 1, 3),
     ]  # fmt: skip
-    assert [chunk.fork for chunk in chunks] == [None, None, None, (0, 1)]
+    assert [chunk.fork for chunk in chunks] == [None, None, None, (0, 1), None]
 
 
 @pytest.mark.parametrize("kind", KINDS)
