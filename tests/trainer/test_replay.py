@@ -76,6 +76,7 @@ def test_the_experts_of_a_row_are_those_of_its_tokens(layout: Layout) -> None:
     batch = batch_of(3)
     experts = experts_of(batch, SHAPE)
     assert experts is not None
+    assert (experts == np.where(batch.routed[:, None, None] == 0, -1, batch.experts.astype(int))).all()
     members = [0, 1, 2, 5, 7]  # siblings are put together
     row, _ = pack(batch, members, advantages_nU=np.zeros((12, 1)), experts=experts, layout=layout, device=CPU)
     assert row.experts_BTLk is not None
