@@ -1,7 +1,7 @@
 """How evenly a mixture-of-experts model sends tokens to its experts, and how its choices differ from the engine's.
 
-Counted in the passes that train, where no token is counted twice: recomputation in backward is not observed, padding
-and rows without a sequence are left out, and prompts that sequences share count once.
+Counted in the passes that train: recomputation in backward is not observed. Each token of a sequence counts once, those
+of a prompt that sequences share once for each of them, so that neither packing nor the number of ranks changes a metric.
 Legend: T tokens of a pass, L layers with experts, k experts of a token, E experts of a layer.
 """
 
@@ -69,19 +69,18 @@ class Balance:
 
     @torch.no_grad()
     def _add(self, own_TLk: Tensor, row: Row) -> None:
-        is_token_T = row.flat(row.holds_token_BT)
-        chosen_TLk = own_TLk = own_TLk[is_token_T]
+        chosen_TLk, uses_T11 = own_TLk, row.flat(row.uses_BT)[:, None, None]
         if row.experts_BTLk is not None:
-            table_TLk = row.flat(row.experts_BTLk)[is_token_T]
+            table_TLk = row.flat(row.experts_BTLk)
             is_replayed_TLk = table_TLk >= 0
             chosen_TLk = torch.where(is_replayed_TLk, table_TLk, own_TLk)
             for own_Tk, table_Tk in zip(own_TLk.unbind(1), table_TLk.unbind(1), strict=True):
-                kept_Tk = (table_Tk[:, :, None] == own_Tk[:, None, :]).any(2)
-                self._counts["changed"] += ((table_Tk >= 0) & ~kept_Tk).sum()
-            self._counts["selections"] += is_replayed_TLk.sum()
-        starts_L = torch.arange(len(self._loads_LE), device=chosen_TLk.device) * self._loads_LE.shape[1]
-        places = (chosen_TLk.long() + starts_L[:, None]).flatten()
-        self._loads_LE += torch.bincount(places, minlength=self._loads_LE.numel()).view_as(self._loads_LE)
+                is_kept_Tk = (table_Tk[:, :, None] == own_Tk[:, None, :]).any(2)
+                self._counts["changed"] += (((table_Tk >= 0) & ~is_kept_Tk) * uses_T11[:, 0]).sum()
+            self._counts["selections"] += (is_replayed_TLk * uses_T11).sum()
+        starts_L1 = torch.arange(len(self._loads_LE), device=uses_T11.device)[:, None] * self._loads_LE.shape[1]
+        places = (chosen_TLk.long() + starts_L1).flatten()
+        self._loads_LE.view(-1).scatter_add_(0, places, uses_T11.expand_as(chosen_TLk).flatten())
 
     def add_batch(self, batch: MicroBatch, *, unshared: int) -> None:
         """Count the tokens of a micro-batch; `unshared`: those of its prompts that only have other experts."""

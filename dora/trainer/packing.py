@@ -112,6 +112,7 @@ class Row:
 
     tokens_BT: Tensor  # int64; 0 where padded
     positions_BT: Tensor  # int64, from 0 in every sequence
+    uses_BT: Tensor  # int64, how many sequences have a token there: several a token of their prompt, none padding
     lengths: tuple[int, ...]  # [N] of the segments; none is empty
     prompts: tuple[int, ...]  # [N] the index of the segment with its prompt, if it is a response; else -1
     predictors_P: Tensor  # int64: indices into B x T, flattened, whose logits predict a trained token
@@ -125,13 +126,6 @@ class Row:
     def num_padding(self) -> int:
         """The number of positions that hold no token."""
         return self.tokens_BT.numel() - sum(self.lengths)
-
-    @property
-    def holds_token_BT(self) -> Tensor:
-        """Which positions hold a token."""
-        lengths = self.lengths if self.padded else (sum(self.lengths),)
-        ends_B = torch.tensor(lengths, device=self.tokens_BT.device)
-        return torch.arange(self.tokens_BT.shape[1], device=ends_B.device) < ends_B[:, None]
 
     def flat(self, values_BT: Tensor) -> Tensor:
         """Return the values of this rank's positions, one after the other, as the layers of a model have them."""
@@ -153,7 +147,8 @@ def make_row(
     the row is one untrained token, so that this rank takes part in the collectives of the other ranks.
     """
     lengths_n = np.asarray(lengths, np.int64)
-    if len(tokens) == 0:
+    is_empty = len(tokens) == 0
+    if is_empty:
         tokens, lengths_n, experts = np.zeros(1, np.int64), np.ones(1, np.int64), None
     starts = np.cumsum(lengths_n) - lengths_n
     positions = np.arange(len(tokens), dtype=np.int64) - np.repeat(starts, lengths_n)
@@ -169,6 +164,7 @@ def make_row(
     tokens_BT.flat[at] = tokens
     positions_BT = np.tile(np.arange(width) * layout.padded, (num_lines, 1))  # after a packed row, all are 0
     positions_BT.flat[at] = positions
+    uses_BT = np.bincount(at, minlength=num_lines * width).reshape(num_lines, width) * (not is_empty)
     predictors_P = at[trained - 1]
     experts_BTLk = None
     if experts is not None:
@@ -180,6 +176,7 @@ def make_row(
     return Row(
         tokens_BT=torch.from_numpy(tokens_BT).to(device),
         positions_BT=torch.from_numpy(positions_BT).to(device),
+        uses_BT=torch.from_numpy(uses_BT).to(device),
         lengths=tuple(int(length) for length, _ in segments),
         prompts=tuple(prompt for _, prompt in segments),
         predictors_P=torch.from_numpy(predictors_P).to(device),

@@ -240,7 +240,7 @@ class Trainer:
             self._await_ranks()
             self._policy.gather()
         settings, copies = self._settings, self._copies
-        observed = self._balance.observing(row) if self._balance is not None and members else nullcontext()
+        observed = self._balance.observing(row) if self._balance is not None else nullcontext()
         with replayed(self._policy.model, row):
             reference_P = copies.reference(row)
             proximal_P = copies.proximal(row, version=VersionId(self._step), update=batch.update)

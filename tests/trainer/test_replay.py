@@ -76,12 +76,13 @@ def test_the_experts_of_a_row_are_those_of_its_tokens(layout: Layout) -> None:
     batch = batch_of(3)
     experts = experts_of(batch, SHAPE)
     assert experts is not None
+    assert (experts == np.where(batch.routed[:, None, None] == 0, -1, batch.experts.astype(int))).all()
     members = [0, 1, 2, 5, 7]  # siblings are put together
     row, _ = pack(batch, members, advantages_nU=np.zeros((12, 1)), experts=experts, layout=layout, device=CPU)
     assert row.experts_BTLk is not None
     lengths, ends = batch.lengths[members], np.cumsum(batch.lengths)[members]
     expected = np.concatenate([experts[end - n : end] for end, n in zip(ends, lengths, strict=True)])
-    is_token = row.holds_token_BT.numpy()
+    is_token = row.uses_BT.numpy() == 1
     assert (row.experts_BTLk.numpy()[is_token] == expected).all()
     assert (row.experts_BTLk.numpy()[~is_token] == -1).all()
     assert is_token.any(axis=1).all()

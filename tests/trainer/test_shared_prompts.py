@@ -121,6 +121,7 @@ def test_a_row_has_each_prompt_once_and_the_targets_in_the_order_of_the_sequence
     assert (row.lengths, row.prompts) == ((3, 2, 1, 2), (-1, 0, 0, -1))
     assert row.targets_P.tolist() == [1, 2, 6, 3]
     assert row.predictors_P.tolist() == [2, 3, 6, 2], "the first token of every response comes from the prompt's last"
+    assert row.uses_BT.tolist() == [[3, 3, 3, 1, 1, 1, 1, 1]], "of the shared tokens by three sequences"
     assert row.num_padding == 0
 
 
