@@ -33,7 +33,7 @@ class _RoutingInfo(msgspec.Struct):
     """The fields of /server_info that decide whether recorded experts are true."""
 
     version: str = "unknown"
-    enable_return_routed_experts: bool | None = None
+    has_flag: bool | None = msgspec.field(default=None, name="enable_return_routed_experts")
     enable_hierarchical_cache: bool | None = None
     enable_hisparse: bool | None = None
     enable_lmcache: bool | None = None
@@ -72,7 +72,7 @@ def routing_doubt(arguments: dict[str, Any], *, url: str) -> str:
     info = read_server_info(arguments, _RoutingInfo, url=url)
     if is_older(info.version, FIRST_RELEASE):
         return f"the choice of experts needs SGLang 0.5.23 or newer; this is {info.version}"
-    if not info.enable_return_routed_experts:
+    if not info.has_flag:
         return f"does not return the choice of experts; start it with {_FLAG}"
     for name, reason in _UNTRUE.items():
         if getattr(info, name):
