@@ -175,4 +175,6 @@ async def test_a_retracted_request_is_read_again_and_has_none_if_it_is_stopped_b
         assert (result.was_stopped, result.num_tokens > 0, result.chosen) == (True, True, None)
     else:
         await client.resume(url)
-        agrees(await task, request, tokens, choice)
+        result = await task
+        assert result.num_rereads == 1
+        agrees(result, request, tokens, choice)
