@@ -71,6 +71,7 @@ class GenerateResult:
     num_tokens: int  # output tokens of this request, including a matched stop token
     cached_tokens: int  # prompt tokens found in the prefix cache
     num_steps: int = 0  # decoding steps, from a server with speculative decoding; 0 from others
+    num_rereads: int = 0  # times that the server dropped the KV of the request and read all of its tokens again
     #: If it was asked for: from `AskedRouting.start` to the last but one token of prompt and answer, one row for each.
     #: None also if the request ended before it generated anything, or was stopped while it waited to be continued.
     chosen: Chosen | None = None

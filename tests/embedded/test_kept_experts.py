@@ -249,7 +249,9 @@ async def test_a_retracted_request_has_those_of_its_second_reading_and_none_whil
                 assert (result.was_stopped, result.num_tokens > 0, result.chosen) == (True, True, None)
             await one.client.resume(one.url)
             if not is_aborted:
-                one.agrees(await task, PROMPT)
+                result = await task
+                assert result.num_rereads == 1
+                one.agrees(result, PROMPT)
 
 
 async def test_weights_that_change_in_a_pause_change_the_experts_from_there_on(

@@ -239,6 +239,8 @@ def test_a_server_that_returns_them_is_not_doubted() -> None:
         ("speculative_algorithm", "EAGLE3", "start it without --speculative-algorithm"),
         ("enable_two_batch_overlap", True, "start it without --enable-two-batch-overlap"),
         ("enable_prefill_cp", True, "start it without --enable-prefill-cp"),
+        ("radix_cache_backend", "flexkv", "start it without --radix-cache-backend"),
+        ("dcp_size", 2, "start it with --dcp-size 1, not 2"),
         ("pp_size", 2, "start it with --pp-size 1, not 2"),
         ("attn_cp_size", 4, "start it with --attn-cp-size 1, not 4"),
         ("moe_runner_backend", "flashinfer_trtllm", "start it with --moe-runner-backend triton"),

@@ -37,7 +37,14 @@ REQUEST = GenerateRequest(
     routing=AskedRouting(SHAPE, 0),
     ignore_end=True,
 )
+FLAG = {"embedded": "--routed-experts", "sglang": "--enable-return-routed-experts"}
 LONG = replace(REQUEST, max_new_tokens=1900)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def release(kind: Kind) -> None:
+    if kind == "sglang" and not DIALECT.returns_experts:
+        pytest.skip("DORA asks 0.5.23 and newer for experts; choose one with DORA_SGLANG_RELEASE")
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +57,8 @@ def model_a(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(kind: Kind, model_a: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    if kind == "sglang" and not DIALECT.returns_experts:
-        pytest.skip("DORA asks 0.5.23 and newer for experts; choose one with DORA_SGLANG_RELEASE")
-    flag = "--routed-experts" if kind == "embedded" else "--enable-return-routed-experts"
     logs = tmp_path_factory.mktemp("logs")
-    with serving(kind, model_a, logs, dialect=dialect_of("0.5.23"), more=[flag]) as server:
+    with serving(kind, model_a, logs, dialect=dialect_of("0.5.23"), more=[FLAG[kind]]) as server:
         yield server
 
 
@@ -73,7 +77,7 @@ def agrees(result: GenerateResult, request: GenerateRequest, tokens: Tokens, cho
     assert request.routing is not None
     assert result.chosen is not None
     start = request.routing.start
-    expected = choice([*request.tokens, *tokens.token_ids])[start:-1, SHAPE.layers]
+    expected = choice([*request.tokens, *tokens.token_ids])[start:-1, request.routing.shape.layers]
     assert result.chosen.start == start
     assert np.sort(result.chosen.experts, axis=-1).tolist() == expected.tolist()
 
@@ -111,6 +115,17 @@ async def test_requests_of_one_batch_have_their_own(wire: Wire, client: EngineCl
     )
     for result, request, tokens in zip(results, asked, answers, strict=True):
         agrees(result, request, tokens, choice)
+
+
+async def test_a_layer_without_experts_and_shared_experts_are_left_out(
+    kind: Kind, client: EngineClient, tmp_path: Path
+) -> None:
+    folder, shape = tmp_path / "model", RoutingShape(num_layers=4, layers=(1, 2, 3), num_experts=8, top_k=2)
+    make_model("glm4_moe", n_routed_experts=8).save_pretrained(folder)
+    with serving(kind, folder, tmp_path / "logs", dialect=dialect_of("0.5.23"), more=[FLAG[kind]]) as server:
+        tokens, request = Tokens(), replace(REQUEST, id="glm", routing=AskedRouting(shape, 0))
+        result = await client.generate(server.url, request, tokens)
+    agrees(result, request, tokens, PlainChoice(folder))
 
 
 async def test_they_come_in_the_last_chunk_alone(wire: Wire) -> None:
@@ -160,4 +175,6 @@ async def test_a_retracted_request_is_read_again_and_has_none_if_it_is_stopped_b
         assert (result.was_stopped, result.num_tokens > 0, result.chosen) == (True, True, None)
     else:
         await client.resume(url)
-        agrees(await task, request, tokens, choice)
+        result = await task
+        assert result.num_rereads == 1
+        agrees(result, request, tokens, choice)

@@ -33,17 +33,19 @@ class _RoutingInfo(msgspec.Struct):
     """The fields of /server_info that decide whether recorded experts are true."""
 
     version: str = "unknown"
-    enable_return_routed_experts: bool | None = None
+    has_flag: bool | None = msgspec.field(default=None, name="enable_return_routed_experts")
     enable_hierarchical_cache: bool | None = None
     enable_hisparse: bool | None = None
     enable_lmcache: bool | None = None
     enable_flexkv: bool | None = None
+    radix_cache_backend: str | None = None
     disaggregation_decode_enable_offload_kvcache: bool | None = None
     disaggregation_mode: str | None = None
     speculative_algorithm: str | None = None
     enable_two_batch_overlap: bool | None = None
     enable_prefill_cp: bool | None = None
     pp_size: int = 1
+    dcp_size: int = 1
     attn_cp_size: int = 1
     moe_runner_backend: str | None = None
 
@@ -56,12 +58,13 @@ _UNTRUE: Final = {
     "enable_hisparse": _OTHER_KV,
     "enable_lmcache": _OTHER_KV,
     "enable_flexkv": _OTHER_KV,
+    "radix_cache_backend": _OTHER_KV,
     "disaggregation_decode_enable_offload_kvcache": _OTHER_KV,
     "speculative_algorithm": "drafts that are not accepted may be recorded",
     "enable_two_batch_overlap": _OTHER_BATCH,
     "enable_prefill_cp": _OTHER_BATCH,
 }
-_MUST_BE_ONE: Final = ("pp_size", "attn_cp_size")
+_MUST_BE_ONE: Final = ("pp_size", "attn_cp_size", "dcp_size")
 
 
 def routing_doubt(arguments: dict[str, Any], *, url: str) -> str:
@@ -72,7 +75,7 @@ def routing_doubt(arguments: dict[str, Any], *, url: str) -> str:
     info = read_server_info(arguments, _RoutingInfo, url=url)
     if is_older(info.version, FIRST_RELEASE):
         return f"the choice of experts needs SGLang 0.5.23 or newer; this is {info.version}"
-    if not info.enable_return_routed_experts:
+    if not info.has_flag:
         return f"does not return the choice of experts; start it with {_FLAG}"
     for name, reason in _UNTRUE.items():
         if getattr(info, name):

@@ -52,6 +52,7 @@ class _Meta(msgspec.Struct, gc=False):
     weight_version: str | None = None  # valid in the last chunk only
     cached_tokens: int = 0
     spec_verify_ct: int = 0
+    num_retractions: int | None = None
     routed_experts: msgspec.Raw = _NOTHING
 
 
@@ -171,6 +172,7 @@ class StreamParser:
             num_tokens=self._num_tokens,
             cached_tokens=meta.cached_tokens,
             num_steps=meta.spec_verify_ct,
+            num_rereads=meta.num_retractions or 0,
         )
 
 
