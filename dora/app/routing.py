@@ -20,10 +20,10 @@ from dora.routing import RoutingShape
 #: Usually it takes 5 s.
 LIMIT_S: Final = 300
 _CHILD: Final = """
-import sys
+import os, sys
 from pathlib import Path
 from dora.app.routing import answer
-sys.stdout.buffer.write(answer(Path(sys.argv[1])))
+os.write(1, answer(Path(sys.argv[1])))
 """
 
 
