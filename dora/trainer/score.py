@@ -23,6 +23,7 @@ from dora.trainer.forward_check import check_forward
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import require_device, require_text_decoder
 from dora.trainer.packing import Layout, PromptTokens, make_row, split_passes
+from dora.trainer.replay import replayed
 
 TOKENS_PER_ROW = 4_096  # sequences are packed up to this many tokens; a longer one is a row by itself
 
@@ -37,10 +38,12 @@ def score(
     dtype: str = "float32",
     fp32_head: bool = False,
     adapter: Path | None = None,
+    experts: Sequence[NDArray[np.int16]] | None = None,
 ) -> list[NDArray[np.float32]]:
     """Return the log-probs of each sequence's tokens after the prompt, under softmax(logits / temperature).
 
-    `adapter`: folder of one that the model has beside its weights.
+    `adapter`: folder of one that the model has beside its weights. `experts`: to replay, for each sequence [its tokens,
+    layers with experts, top_k]; -1: those that the model chooses.
     """
     if min(prompt_lengths, default=1) < 1:
         raise ValueError("the first token of a sequence has no log-prob; prompts have at least one token")
@@ -71,6 +74,7 @@ def score(
         temperature=temperature,
         device=torch.device(device),
         fp32_head=fp32_head,
+        experts=experts,
     )
 
 
@@ -93,20 +97,31 @@ def score_with(
     temperature: float,
     device: torch.device,
     fp32_head: bool = False,
+    experts: Sequence[NDArray[np.int16]] | None = None,
 ) -> list[NDArray[np.float32]]:
     """Like `score`, under a loaded model; `layout` must be a layout in which its forward pass is exact."""
     scored: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(sequences)
     lengths = [len(sequence) for sequence in sequences]
     mask = [np.arange(length) >= prompt for length, prompt in zip(lengths, prompt_lengths, strict=True)]
+    chosen = (
+        [b""] * len(lengths) if experts is None else [experts[n][:k].tobytes() for n, k in enumerate(prompt_lengths)]
+    )
     prompts = [
-        PromptTokens(length, np.asarray(sequence[:length], np.int64).tobytes())
-        for sequence, length in zip(sequences, prompt_lengths, strict=True)
+        PromptTokens(length, np.asarray(sequence[:length], np.int64).tobytes(), of_prompt)
+        for sequence, length, of_prompt in zip(sequences, prompt_lengths, chosen, strict=True)
     ]
     for members in split_passes(lengths, prompts=prompts, layout=layout, budget=TOKENS_PER_ROW):
         tokens = np.concatenate([np.asarray(sequences[n], np.int64) for n in members])
         trained = np.concatenate([mask[n] for n in members]).nonzero()[0]
-        row = make_row(tokens, lengths=[lengths[n] for n in members], trained=trained, layout=layout, device=device)
-        with torch.no_grad():
+        row = make_row(
+            tokens,
+            lengths=[lengths[n] for n in members],
+            trained=trained,
+            experts=None if experts is None else np.concatenate([experts[n] for n in members]),
+            layout=layout,
+            device=device,
+        )
+        with torch.no_grad(), replayed(model, row):
             values = logprobs(model, row, temperature=temperature, fp32_head=fp32_head)[0].float().cpu().numpy()
         ends = np.cumsum([mask[n].sum() for n in members])
         for n, logprobs_P in zip(members, np.split(values, ends[:-1]), strict=True):

@@ -23,6 +23,7 @@ from conftest import (
     with_experts,
 )
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from dora.errors import ConfigError, ProtocolError
@@ -37,6 +38,7 @@ from dora.trainer.model import Policy
 from dora.trainer.packing import Layout, make_row, prompts_of, split_passes, unshared_tokens
 from dora.trainer.probe import Probe
 from dora.trainer.replay import replayed
+from dora.trainer.score import score
 from dora.trainer.step import Trainer
 from dora.transport.messages import NO_EXPERTS, NOT_ROUTED, Configure, MicroBatch, RankReady, StepDone, TrainerFailed
 from tests.families import make_model
@@ -167,6 +169,22 @@ def test_an_engine_in_float32_and_a_trainer_in_bfloat16_differ_less(family: str)
     assert most <= most_live / 4
     assert mean <= mean_live / 2
     assert mean_live > 1e-2
+
+
+def test_given_sequences_are_scored_with_given_experts(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    sequences, prompts = [rng.integers(0, 23, n).tolist() for n in (9, 14)], [3, 4]
+    experts = [rng.random((n, 4, 4)).argsort(-1)[..., :2].astype(np.int16) for n in (9, 14)]
+    found = score(folder, sequences, prompt_lengths=prompts, temperature=1.0, experts=experts)
+    live = score(folder, sequences, prompt_lengths=prompts, temperature=1.0)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    for tokens, prompt, ids, one, other in zip(sequences, prompts, experts, found, live, strict=True):
+        find_routers(model).replay(torch.from_numpy(ids))
+        with torch.no_grad():
+            logits_TV = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)
+        expected = logits_TV[range(prompt - 1, len(tokens) - 1), tokens[prompt:]].numpy()
+        np.testing.assert_allclose(one, expected, rtol=0, atol=1e-5)
+        assert np.abs(other - expected).max() > 1e-2
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------
