@@ -49,7 +49,7 @@ class RoutingShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if int(experts.max()) >= self.num_experts:
             return f"expert {experts.max()} of {self.num_experts}"
         ids = experts.reshape(-1)
-        place = np.arange(ids.size) % self.top_k
+        place = np.tile(np.arange(self.top_k, dtype=np.uint8), ids.size // self.top_k)
         for gap in range(1, self.top_k):  # much faster than sorting so few ids at a time
             twice = (ids[gap:] == ids[:-gap]) & (place[gap:] >= gap)
             if twice.any():

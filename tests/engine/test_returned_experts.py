@@ -193,6 +193,20 @@ def test_choices_are_read_wherever_the_bytes_are_split(cuts: list[int], escaped:
     assert chosen.experts.tolist() == choices()[:, [1, 2, 4]].tolist()
 
 
+@given(st.integers(1, 4), st.integers(0, 6), st.integers(0, 2**32 - 1))
+def test_an_expert_twice_is_found_wherever_it_is(top_k: int, rows: int, seed: int) -> None:
+    shape = RoutingShape(num_layers=3, layers=(0, 2), num_experts=7, top_k=top_k)
+    experts = np.random.default_rng(seed).integers(0, 7, (rows, 2, top_k)).astype(shape.dtype)
+    found = [
+        f"token {row} has an expert twice in layer {shape.layers[layer]}"
+        for row in range(rows)
+        for layer in range(2)
+        if len(set(experts[row, layer].tolist())) < top_k
+    ]
+    fault = shape.fault(experts)
+    assert fault in found if found else fault == ""
+
+
 def test_an_event_may_be_as_large_as_the_longest_request_makes_it() -> None:
     wide = RoutingShape(num_layers=48, layers=(*range(48),), num_experts=128, top_k=8)
     longest = replace(REQUEST, tokens=[5], max_new_tokens=32_768, routing=AskedRouting(wide, 0))
