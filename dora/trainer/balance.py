@@ -1,6 +1,6 @@
 """How evenly a mixture-of-experts model sends tokens to its experts, and how its choices differ from the engine's.
 
-Counted in the passes that train: recomputation in backward is not observed. Each token of a sequence counts once, those
+Counted in the passes that train: recomputation in backward is not observed. Each token of a sequence counts once, that
 of a prompt that sequences share once for each of them: neither packing nor the number of ranks changes a metric.
 Legend: T tokens of a pass, L layers with experts, k experts of a token, E experts of a layer.
 """
