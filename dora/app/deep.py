@@ -5,24 +5,28 @@ Versions and kept trajectories are first compared with what the run recorded: al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from dora.app.export import trained_model
+from dora.app.routing import routing_of
 from dora.config.recorded import RecordedConfig
 from dora.config.schema import Config
 from dora.core.commands import AdmitGroup
 from dora.core.events import VersionPublished
 from dora.core.ids import GroupId, VersionId
 from dora.errors import ConfigError
-from dora.journal.deep import DeepReport, altered_rows, deep_check, read_kept
+from dora.journal.choices import UNKNOWN
+from dora.journal.deep import DeepReport, KeptTrajectory, altered_rows, deep_check, read_kept
 from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
-from dora.journal.tokens import read_tokens
+from dora.journal.tokens import TokenStore, read_tokens
+from dora.routing import RoutingShape
 from dora.weights.merging import has_weights, made_of
 from dora.weights.store import ADAPTER, StoreError, VersionStore, checksum_of
 
@@ -56,6 +60,7 @@ def recompute(run: RunFolder, config: Config | RecordedConfig) -> DeepReport:
             device=config.trainer.device,
             dtype=config.trainer.dtype,
             fp32_head=config.trainer.fp32_head,
+            experts=[chosen[tuple(sequence)] for sequence in sequences] if chosen else None,
         )
 
     run.require_plain(run.versions)
@@ -70,6 +75,8 @@ def recompute(run: RunFolder, config: Config | RecordedConfig) -> DeepReport:
     altered = dict(_altered_versions(store, published))
     adapters = {store.folder(one) for one in store.durable() if not has_weights(store.manifest(one))}
     stored = read_tokens(run.tokens, wanted={kept.trajectory for kept in read_kept(run.trajectories)})
+    replays = any(answer.choices is not None for answer in stored.answers.values())
+    chosen = dict(_chosen(read_kept(run.trajectories), stored, routing_of(trained_model(run)))) if replays else {}
     settings = journal.header.settings
     rows = altered_rows(
         run.trajectories,
@@ -92,6 +99,26 @@ def recompute(run: RunFolder, config: Config | RecordedConfig) -> DeepReport:
         dtypes=(config.trainer.dtype, config.trainer.publish_dtype),
     )
     return replace(report, altered=(*altered.values(), *rows))
+
+
+def _chosen(
+    kept: Iterable[KeptTrajectory], stored: TokenStore, routing: RoutingShape
+) -> Iterator[tuple[tuple[int, ...], npt.NDArray[np.int16]]]:
+    """Yield the tokens of each row, and the experts that the engine chose for them; -1 where that is not known."""
+    for trajectory in kept:
+        answer = stored.answers.get(trajectory.trajectory)
+        places = structs.replace(
+            trajectory,
+            prompt_tokens=tuple(range(len(trajectory.prompt_tokens))),
+            tokens=tuple(range(len(trajectory.prompt_tokens), len(trajectory.prompt_tokens) + len(trajectory.tokens))),
+        )
+        for (ids, _), (at, _) in zip(trajectory.rows(), places.rows(), strict=True):
+            experts = np.full((len(ids), len(routing.layers), routing.top_k), -1, np.int16)
+            if answer is not None and answer.choices is not None:
+                known = answer.choices.marks(np.array(at)) != UNKNOWN
+                found = answer.choices.experts(np.array(at)).view(routing.dtype.newbyteorder("<"))
+                experts[known] = found.reshape(experts.shape)[known]
+            yield tuple(ids), experts
 
 
 def _altered_versions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,6 @@ def test_what_the_engine_chose_is_replayed(tmp_path: Path) -> None:
             engine__instances=3,
             rollout__groups_per_step=8,
             rollout__max_new_tokens=96,
-            trainer__dtype="bfloat16",
             objective__router_replay="r3",
             task__sources='[{kind="arithmetic"}]',
             eval__sets="[]",
@@ -39,9 +39,17 @@ def test_what_the_engine_chose_is_replayed(tmp_path: Path) -> None:
     (root,) = tmp_path.iterdir()
     folder = RunFolder(root)
     assert_audit_clean(folder)
+    audited = run_to_end("audit", str(root), "--deep")
+    assert audited.returncode == 0, audited.stdout
+    assert re.search(
+        r"experts +chosen for \d{3,} tokens, 0 of them read again by another server; not known for 0", audited.stdout
+    )
     rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     steps = [row["trainer"] for row in rows if row["kind"] == "step"]
     assert len(steps) == 4
+    assert all(step["routing_unknown_frac"] == step["routing_later_frac"] == 0 for step in steps)
+    assert all(0 <= step["routing_changed_frac"] < 0.01 for step in steps)  # both compute in float32
+    assert all(1 <= step["expert_load_mean"] <= step["expert_load_max"] for step in steps)
     trained = {row["trajectory"] for row in map(json.loads, folder.trajectories.read_text().splitlines())}
     stored = read_tokens(folder.tokens, wanted=trained)
     assert stored.answers
