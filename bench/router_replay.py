@@ -3,11 +3,12 @@
 Run: python bench/router_replay.py [--full]. The arithmetic task with a small mixture of experts (2 layers, 2 of 4
 experts) that engines compute in float32 and the trainer in bfloat16; five seeds, one in the short profile. Ceiling: the
 same job without replay, taking turns; figures are means over seeds, ratios are medians over seeds of replay over none.
-  mean, largest  |log-prob of the engine - log-prob of the trainer| of tokens without staleness: mean over steps, and the
-               largest of all steps.
-  CPU          seconds of all processes of the run, from start to end.
-  step         seconds of the trainer's ranks in a wave's passes, over steps.
-  store        bytes of the token store for each sampled token.
+  mean, largest   |log-prob of the engine - log-prob of the trainer| of tokens without staleness: mean over steps, and
+                  the largest of all steps.
+  cpu             seconds of all processes of the run, from start to end.
+  step            seconds of the trainer's ranks in the passes of a step.
+  store           bytes of the token store for each sampled token.
+  gain            in held-out reward.
 """
 
 from __future__ import annotations
