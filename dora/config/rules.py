@@ -281,6 +281,11 @@ def _template_problems(config: Config) -> Iterator[str]:
         for name in ("min_step_ms", "draft_tokens"):
             if getattr(engine, name):
                 yield f"engine.{name}: only the embedded engine has it; set it to 0, or engine.kind to embedded"
+    elif engine.draft_tokens and config.replays_routing:
+        yield (
+            "engine.draft_tokens: an engine that returns the choice of experts does not draft; set it to 0, or "
+            "objective.router_replay to off"
+        )
 
 
 def _source_problems(config: Config) -> Iterator[str]:

@@ -199,11 +199,12 @@ def check(batch: MicroBatch, *, max_staleness: int, vocab_size: int, routing: Ro
 
 def _fault_of_routing(batch: MicroBatch, routing: RoutingShape | None) -> str:
     """Return what is wrong with the experts of a micro-batch, "" if nothing."""
-    total = len(batch.tokens) if routing is not None else 0
-    size = routing.row_bytes // len(routing.layers) if routing is not None else 0
-    expected = (total, len(routing.layers), size) if routing is not None and total else (0, 0, 0)
+    if routing is None or not len(batch.tokens):
+        return "some, though none are expected" if batch.experts.size or batch.routed.size else ""
+    total, num_layers = len(batch.tokens), len(routing.layers)
+    expected = (total, num_layers, routing.row_bytes // num_layers)
     if batch.experts.shape != expected or len(batch.routed) != total:
         return f"shapes {batch.experts.shape} and {batch.routed.shape}, expected {expected} and {(total,)}"
     if batch.routed.max(initial=0) > 2:
         return f"a token is marked {batch.routed.max()}"
-    return routing.fault(_ids(batch, routing)[batch.routed != 0]) if routing is not None and total else ""
+    return routing.fault(_ids(batch, routing)[batch.routed != 0])

@@ -254,6 +254,10 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
             "engine.min_step_ms: only the embedded engine has it; set it to 0, or engine.kind to embedded",
         ),
         (['engine.command=["serve"]', "engine.min_step_ms=10"], "engine.min_step_ms: only the embedded engine has it"),
+        (
+            ["objective.router_replay=r3", "engine.draft_tokens=4"],
+            "engine.draft_tokens: an engine that returns the choice of experts does not draft; set it to 0, or",
+        ),
         (["engine.kind=sglang", "engine.draft_tokens=4"], "engine.draft_tokens: only the embedded engine has it"),
         (["trainer.optimizer=muon", "trainer.optimizer_state=8bit"], "trainer.optimizer_state: 8bit is for adamw"),
         (

@@ -30,6 +30,7 @@ from dora.journal.rows import Fork
 from dora.journal.tokens import TokenWriter, read_tokens
 from dora.routing import Chosen, Experts, RoutingShape
 from dora.tasks.prompts import Prompt
+from dora.trainer.batch import check
 from dora.transport.messages import MicroBatch
 
 SMALL = RoutingShape(num_layers=5, layers=(1, 3, 4), num_experts=200, top_k=2)
@@ -289,6 +290,8 @@ def test_ranks_get_the_choices_of_their_answers_however_many_there_are(talk: Tal
         assert sum(part.experts.nbytes for part in parts) == alone.experts.nbytes
         assert {part.experts.shape[1:] for part in parts} == {alone.experts.shape[1:]}
         assert b"".join(part.routed.tobytes() for part in parts) == alone.routed.tobytes()
+        for part in parts:  # a rank without answers accepts its part, too
+            check(part, max_staleness=0, vocab_size=100, routing=WIDE)
 
 
 def test_evaluations_ask_for_nothing(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_a_micro_batch_whose_experts_do_not_fit_is_refused(change: dict[str, Any
 def test_experts_that_nothing_replays_are_refused() -> None:
     check(make_batch([], step=0, index=0, last=True), max_staleness=0, vocab_size=23, routing=SHAPE)
     check(batch_of(1), max_staleness=0, vocab_size=23, routing=SHAPE)
-    with pytest.raises(ProtocolError, match=r"experts to replay: shapes .*, expected \(0, 0, 0\) and \(0,\)"):
+    with pytest.raises(ProtocolError, match="experts to replay: some, though none are expected"):
         check(batch_of(1), max_staleness=0, vocab_size=23)
 
 
