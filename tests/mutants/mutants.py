@@ -20,6 +20,7 @@ from tests.mutants import (
     models,
     nodes,
     relay,
+    returned_experts,
     served_adapters,
     shared_observers,
     speculation,
@@ -1220,6 +1221,7 @@ MUTANTS: Final = (
     *takeovers.MUTANTS,
     *templates.MUTANTS,
     *relay.MUTANTS,
+    *returned_experts.MUTANTS,
     *trust.MUTANTS,
     *users.MUTANTS,
 )
