@@ -67,6 +67,6 @@ def _plain(info: ms.Type, *, text: str, number: int) -> Any:
             return {field.encode_name: inner(field.type) for field in info.fields}
         case ms.NamedTupleType():
             return [inner(field.type) for field in info.fields]
-        case ms.CustomType() | ms.AnyType():
+        case ms.CustomType() | ms.AnyType() | ms.RawType():
             return text
     raise AssertionError(f"no rule for {info}")

@@ -183,7 +183,13 @@ class StreamAttempt:
             await asyncio.sleep(0.0 if is_final else FAILURE_PAUSE_S)
             return self._failed(order, record, server_gone=False, final=is_final, reason=str(err))
         if result.chosen is not None:
-            self.trajectories.choose(trajectory, attempt, result.chosen, num_context=len(request.tokens))
+            self.trajectories.choose(
+                trajectory,
+                attempt,
+                result.chosen,
+                num_context=len(request.tokens),
+                was_reread=result.num_rereads > 0,
+            )
         if result.num_steps:
             self.on_steps(result.num_tokens, result.num_steps)
         return self._ended(order, record, result, start=start)

@@ -230,8 +230,11 @@ class Trajectories:
         places = record.context_places()
         return AskedRouting(self.routing, min(record.choices.first_unknown(places), len(places) - 1))
 
-    def choose(self, trajectory: TrajectoryId, attempt: int, chosen: Chosen, *, num_context: int) -> None:
-        """Keep what the engine chose in a request that continued `num_context` tokens."""
+    def choose(
+        self, trajectory: TrajectoryId, attempt: int, chosen: Chosen, *, num_context: int, was_reread: bool = False
+    ) -> None:
+        """Keep what the engine chose in a request that continued `num_context` tokens. `was_reread`: the server read
+        tokens of the request a second time, it is not known which."""
         record = self.records.get(trajectory)
         if record is None or record.attempt != attempt or record.choices is None:
             return
@@ -242,7 +245,7 @@ class Trajectories:
         sampled = np.concatenate([np.zeros(len(record.prompt.tokens), bool), np.array(record.loss_mask(), bool)])
         followed_by_sampled = sampled[record.context_places()][chosen.start + 1 :][:rows]
         is_earlier = np.arange(chosen.start + 1, chosen.start + 1 + rows) < num_context
-        marks = np.where(followed_by_sampled & is_earlier, READ_AGAIN, SAMPLED).astype(np.uint8)
+        marks = np.where(followed_by_sampled & (is_earlier | was_reread), READ_AGAIN, SAMPLED).astype(np.uint8)
         experts = np.ascontiguousarray(chosen.experts.astype(chosen.experts.dtype.newbyteorder("<"), copy=False))
         for start, end in runs(places):
             data = experts[start:end].tobytes(), marks[start:end].tobytes()

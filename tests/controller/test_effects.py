@@ -187,6 +187,15 @@ async def test_the_choice_of_experts_is_asked_for_from_the_first_unknown_token_a
     assert choices.marks(np.arange(6)).tolist() == [1, 1, 1, 1, 1, 0]
 
 
+async def test_choices_after_a_retraction_are_not_those_with_which_tokens_were_sampled(
+    replaying: Surroundings, server: ScriptedServer
+) -> None:
+    more = {"routed_experts": routed(0, 1, 1, 2, 2, 3, 3, 0), "num_retractions": 1}
+    server.streams(chunk(10, eos(replaying), finish="stop", **more))
+    await replaying.generate(order())
+    assert record(replaying).choices.marks(np.arange(5)).tolist() == [1, 1, 2, 2, 0]
+
+
 async def test_without_replay_no_choice_is_asked_for(io: Surroundings, server: ScriptedServer) -> None:
     server.streams(chunk(*ANSWER, eos(io), finish="stop"))
     await io.generate(order())

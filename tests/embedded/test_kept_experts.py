@@ -202,6 +202,9 @@ async def test_an_answer_its_repetition_and_the_next_turn_have_the_experts_of_th
         known = [*PROMPT, *one.token_ids]
         result = await one.generate("next turn", [*known, 3, 4], start=len(known) - 1)
         one.agrees(result, [*known, 3, 4], start=len(known) - 1)
+        result = await one.generate("continued where nothing is cached", known, label="other server")
+        assert result.cached_tokens == 0
+        one.agrees(result, known)
         found = await probe(one.client, one.url, timeout_s=30)
         assert found.routing_doubt == ""
 

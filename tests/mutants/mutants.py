@@ -21,6 +21,7 @@ from tests.mutants import (
     nodes,
     relay,
     replayed_experts,
+    returned_experts,
     served_adapters,
     shared_observers,
     speculation,
@@ -1222,6 +1223,7 @@ MUTANTS: Final = (
     *templates.MUTANTS,
     *relay.MUTANTS,
     *replayed_experts.MUTANTS,
+    *returned_experts.MUTANTS,
     *trust.MUTANTS,
     *users.MUTANTS,
 )
