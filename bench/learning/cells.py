@@ -255,8 +255,11 @@ def profile(path: Path) -> str:
 
 
 def with_objective(path: Path) -> str:
-    """Return a digest of the settings that a file gives, and of its objective, whether the file gives that or not."""
-    given = [profile(path), load(path, environ={}).objective.model_dump(mode="json")]
+    """Return a digest of the settings that a file gives, and of its objective, whether the file gives that or not.
+
+    Policies without experts replay no choice of experts.
+    """
+    given = [profile(path), load(path, environ={}).objective.model_dump(mode="json", exclude={"router_replay"})]
     return hashlib.blake2b(msgspec.json.encode(given, order="sorted"), digest_size=8).hexdigest()
 
 

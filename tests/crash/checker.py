@@ -370,6 +370,8 @@ class Checker:
             "truncated": np.array([self.told.truncated[t] for t in rank], "u1"),
             "sources": np.zeros(len(rank), "u1"),
             "rewards_to_go": self._to_go(rank),
+            "experts": np.zeros((0, 0, 0), "u1"),
+            "routed": np.zeros(0, "u1"),
         }
         for name in ("step", "index", "last"):
             digest.update(f"{name} {int(wave[name])} ".encode())
