@@ -112,7 +112,7 @@ class _Router:
         if table is None and self.recorded is None:
             output = self._forward(*args, **kwargs)
         else:
-            with _Answer(self) as answer:
+            with _TopkAnswer(self) as answer:
                 output = self._forward(*args, **kwargs)
             if answer.hits != 1:
                 self.fault = unsupported(self._family, f"call topk {answer.hits} times for their choice")
@@ -133,7 +133,7 @@ class _Router:
         return scores.dim() == 2 and scores.shape[1] == self.num_experts and top_k == self.top_k
 
 
-class _Answer(TorchFunctionMode):
+class _TopkAnswer(TorchFunctionMode):
     """Answers the call of `topk` in a forward pass of one router."""
 
     def __init__(self, router: _Router) -> None:

@@ -298,6 +298,11 @@ def _fill(record: TrajectoryRecord, trajectory: Trajectory, stored: TokenStore) 
         record.observed = [span for span in answer.observed if span[1] <= end]
         record.forks = [fork for fork in answer.forks if fork.start < end or not has_unknown]
         if record.choices is not None and answer.choices is not None:
+            if answer.choices.row_bytes != record.choices.row_bytes:
+                raise RunFailed(
+                    f"the token store has {answer.choices.row_bytes} bytes of chosen experts for each token, but the "
+                    f"model chooses {record.choices.row_bytes}: one of them was replaced; restore it from a backup"
+                )
             record.choices = answer.choices
             record.choices.cut(len(record.prompt.tokens) + end)
 

@@ -31,7 +31,7 @@ class _Refusal(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-class _Found(msgspec.Struct, frozen=True, tag=True):
+class _Replayable(msgspec.Struct, frozen=True, tag=True):
     shape: RoutingShape
 
 
@@ -49,7 +49,7 @@ def routing_of(model: Path) -> RoutingShape:
     except subprocess.TimeoutExpired:
         raise ConfigError(f"model.path: building {model} without data took more than {LIMIT_S} s") from None
     try:
-        found: _Found | _Refusal = msgspec.json.decode(child.stdout, type=_Found | _Refusal)
+        found: _Replayable | _Refusal = msgspec.json.decode(child.stdout, type=_Replayable | _Refusal)
     except msgspec.DecodeError:
         reason = child.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise ConfigError(f"model.path: {model} could not be built without data: {reason}") from None
@@ -70,4 +70,4 @@ def answer(model: Path) -> bytes:
         shape = routing_shape(build_on_meta(load_config(model), torch.float32))
     except ConfigError as err:
         return msgspec.json.encode(_Refusal(str(err)))
-    return msgspec.json.encode(_Found(shape))
+    return msgspec.json.encode(_Replayable(shape))

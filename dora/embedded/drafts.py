@@ -114,7 +114,7 @@ FIRST_TRIALS: Final = 3
 TRIAL_AFTER: Final = (16, 1024)
 #: How much of a figure is left after one more step of the same kind.
 MEMORY: Final = 0.95
-#: Drafts are made if they seem to give so many times the tokens a second, as figures of single steps are noisy.
+#: The measured speed-up from which drafts are made: figures of single steps are noisy.
 WORTH: Final = 1.05
 
 

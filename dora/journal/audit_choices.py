@@ -39,7 +39,7 @@ class ChoicesAccount:
         self._tokens: dict[TrajectoryId, _Tokens] = {}
 
     def begin(self, trajectory: TrajectoryId, *, num_prompt: int) -> None:
-        """Take in the prompt of a trajectory, which begins it anew."""
+        """Take in the prompt of a trajectory, and forget what was known of it."""
         self._tokens[trajectory] = _Tokens(num_prompt)
 
     def append(self, trajectory: TrajectoryId, mask: bytes, *, start: int) -> None:

@@ -20,11 +20,11 @@ UNKNOWN, SAMPLED, READ_AGAIN = 0, 1, 2
 class Choices:
     """The choices of one trajectory, as bytes."""
 
-    __slots__ = ("_experts", "_marks", "_row_bytes")
+    __slots__ = ("_experts", "_marks", "row_bytes")
 
     def __init__(self, row_bytes: int) -> None:
         """`row_bytes`: of the choices of one token."""
-        self._row_bytes = row_bytes
+        self.row_bytes = row_bytes
         self._experts = bytearray()
         self._marks = bytearray()
 
@@ -34,7 +34,7 @@ class Choices:
 
     def put(self, start: int, experts: bytes, marks: bytes) -> None:
         """Add the choices of consecutive tokens from `start` on. What was known is kept."""
-        end, width = start + len(marks), self._row_bytes
+        end, width = start + len(marks), self.row_bytes
         if len(experts) != len(marks) * width:
             raise ValueError(f"{len(experts)} bytes for {len(marks)} tokens of {width} bytes")
         missing = end - len(self._marks)
@@ -52,7 +52,7 @@ class Choices:
 
     def cut(self, end: int) -> None:
         """Forget the tokens from `end` on."""
-        del self._marks[end:], self._experts[end * self._row_bytes :]
+        del self._marks[end:], self._experts[end * self.row_bytes :]
 
     def first_unknown(self, positions: NDArray[np.int64]) -> int:
         """Return the index of the first of `positions` that nothing is known of; their number if there is none."""
@@ -68,9 +68,9 @@ class Choices:
 
     def experts(self, positions: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Return [len(positions), row_bytes] the choices for the tokens at `positions`; zeros for unknown ones."""
-        found = np.zeros((len(positions), self._row_bytes), np.uint8)
+        found = np.zeros((len(positions), self.row_bytes), np.uint8)
         inside = positions < len(self._marks)
-        table = np.frombuffer(bytes(self._experts), np.uint8).reshape(-1, self._row_bytes)
+        table = np.frombuffer(bytes(self._experts), np.uint8).reshape(-1, self.row_bytes)
         found[inside] = table[positions[inside]]
         return found
 

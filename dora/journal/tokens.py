@@ -163,6 +163,7 @@ def read_tokens(
     observed: dict[TrajectoryId, list[tuple[int, int]]] = {}  # (start, tokens) of chunks with observations
     choices: dict[TrajectoryId, Choices] = {}
     prompt_tokens: dict[TrajectoryId, int] = {}
+    widths: set[int] = set()  # bytes of choices for each token: the same in a whole run
     frames = FrameReader(path)
     for offset, record in frames:
         kind, number, epoch, attempt, start, count = _parse_head(record, path=path, offset=offset)
@@ -184,6 +185,13 @@ def read_tokens(
         attempts[trajectory] = (epoch, attempt)
         if kind == _CHOICES:
             (width,) = _WIDTH.unpack_from(record, _HEAD.size)
+            num_tokens = prompt_tokens.get(trajectory, 0) + store.counts.get(trajectory, 0)
+            if start + count >= num_tokens or widths - {width}:  # no engine has read the last token
+                raise JournalError(
+                    f"{path}: the record at byte {offset} has choices that do not fit the {num_tokens} tokens of "
+                    f"trajectory {number}, or those of other tokens"
+                )
+            widths.add(width)
             end = _HEAD.size + _WIDTH.size + count
             marks = record[end - count : end]
             if account is not None:
@@ -221,8 +229,8 @@ def _parse_head(record: bytes, *, path: Path, offset: int) -> tuple[int, int, in
     if len(record) >= _HEAD.size:
         kind, number, epoch, attempt, start, count = _HEAD.unpack_from(record)
         width, rest = _SIZES.get(kind, (0, -1))
-        if kind == _CHOICES and len(record) >= _HEAD.size + _WIDTH.size:
-            width = 1 + _WIDTH.unpack_from(record, _HEAD.size)[0]
+        if kind == _CHOICES and len(record) > _HEAD.size + _WIDTH.size:
+            width = 1 + (_WIDTH.unpack_from(record, _HEAD.size)[0] or -1)
         if len(record) == _HEAD.size + width * count + rest and (kind != _PROMPT or start <= MAX_GROUP_SIZE):
             return kind, number, epoch, attempt, start, count
     raise JournalError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import struct
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,8 +25,10 @@ from dora.core.commands import TrainMicroBatch
 from dora.core.ids import GroupId, TrajectoryId
 from dora.core.phases import TrajectoryPhase
 from dora.core.tables import Group
+from dora.errors import RunFailed
 from dora.journal.audit_choices import ChoicesAccount, ChoicesCount
 from dora.journal.choices import READ_AGAIN, SAMPLED, UNKNOWN, Choices, runs
+from dora.journal.frames import JournalError
 from dora.journal.rows import Fork
 from dora.journal.tokens import TokenWriter, read_tokens
 from dora.routing import Chosen, Experts, RoutingShape
@@ -248,6 +251,7 @@ def test_large_choices_are_several_records(tmp_path: Path, monkeypatch: pytest.M
     draw = random.Random(1)
     experts, marks = draw.randbytes(7 * 4), bytes([1, 2, 1, 1, 2, 2, 1])
     with TokenWriter(tmp_path / "tokens") as tokens:
+        tokens.prompt(5, [1] * 10, digest=bytes(16), group_size=1)
         tokens.append(5, 1, [10], [-1.0], start=0)
         tokens.choose(5, 1, experts, marks, start=3)
     choices = read_tokens(tmp_path / "tokens").answers[TrajectoryId(5)].choices
@@ -255,6 +259,39 @@ def test_large_choices_are_several_records(tmp_path: Path, monkeypatch: pytest.M
     places = np.arange(11)
     assert choices.marks(places).tolist() == [0, 0, 0, *marks, 0]
     assert choices.experts(places).tobytes() == bytes(12) + experts + bytes(4)
+
+
+@pytest.mark.parametrize(
+    ("group", "start", "experts", "reason"),
+    [
+        (1, 2**31, b"aabb", "do not fit the 6 tokens of trajectory 1"),
+        (1, 4, b"aabb", "do not fit the 6 tokens of trajectory 1"),
+        (7, 0, b"aabb", "do not fit the 0 tokens of trajectory 7"),
+        (1, 0, b"aaabbb", "or those of other tokens"),
+        (1, 0, b"", "neither a prompt nor a chunk"),
+    ],
+)
+def test_choices_that_nobody_can_have_made_are_damage(
+    group: int, start: int, experts: bytes, reason: str, tmp_path: Path
+) -> None:
+    """A start far beyond the answer would take gigabytes."""
+    with TokenWriter(tmp_path / "tokens") as tokens:
+        tokens.prompt(1, [1, 2, 3, 4], digest=bytes(16), group_size=1)
+        tokens.append(1, 1, [10, 11], [-1.0, -1.0], start=0)
+        tokens.choose(1, 1, b"ccdd", b"\x01\x01", start=2)
+        head = struct.pack("<BqIIIII", 4, group, 0, 1, start, 2, len(experts) // 2)
+        tokens.write(head + b"\x01\x01" + experts)
+    for wanted in (None, ()):
+        with pytest.raises(JournalError, match=reason):
+            read_tokens(tmp_path / "tokens", wanted=wanted, account=ChoicesAccount())
+
+
+def test_a_resume_with_a_model_that_chooses_otherwise_is_refused(talk: Talk) -> None:
+    made = talk(shape=SMALL, seed=1)
+    made.request()
+    made.shape = WIDE
+    with pytest.raises(RunFailed, match="the token store has 6 bytes of chosen experts for each token, but the model"):
+        made.resume()
 
 
 def test_what_is_known_is_kept() -> None:
