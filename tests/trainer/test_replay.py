@@ -359,8 +359,8 @@ def test_a_model_that_cannot_replay_is_refused_at_the_start(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("_alone")
 def test_routers_that_ignore_what_is_replayed_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dora.routers._Answer._answer", lambda answer, scores, own: answer.recorded(own))
-    monkeypatch.setattr("dora.routers._Answer.recorded", lambda answer, own: _keep(answer, own), raising=False)
+    monkeypatch.setattr("dora.routers._TopkAnswer._answer", lambda answer, scores, own: answer.recorded(own))
+    monkeypatch.setattr("dora.routers._TopkAnswer.recorded", lambda answer, own: _keep(answer, own), raising=False)
     with pytest.raises(ConfigError, match=r"do not send tokens to the experts that are replayed; set it to off"):
         Rank(folder, **R3)
 
