@@ -1,7 +1,7 @@
 """Starts `dora` in processes of their own, which a notebook kernel can neither interrupt nor take down with it.
 
 Invariant: such a process is in a session of its own, heeds SIGINT although a kernel ignores it, writes to a file and
-never to a pipe, and reads nothing from its caller after the start.
+never to a pipe, reads nothing from its caller after the start, and is known by its command line once `start` returns.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
+
+import psutil
 
 from dora.errors import ConfigError, RunFailed
 from dora.status.lines import tail
@@ -26,6 +29,8 @@ _PROMPT: Final = "$ "
 _ERROR: Final = "dora: "
 #: With these a notebook kernel tells its children to treat any output as a terminal; a file would get the live view.
 _OF_TERMINALS: Final = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+#: The time within which the kernel loads a program, also from a slow disk.
+_LOADED_S: Final = 60
 #: The end of the output that is searched for errors.
 TAIL_BYTES: Final = 1 << 16
 
@@ -47,7 +52,16 @@ def start(arguments: Sequence[str], *, output: Path) -> int:
             setsigdef=[signal.SIGINT],
             setsigmask=[signal.SIGINT],  # until `dora` handles it: the start of an interpreter does not
         )
+    _await_command_line(psutil.Process(pid))
     return pid
+
+
+def _await_command_line(process: psutil.Process) -> None:
+    """Wait until the kernel has loaded the program: before, `find_process` would take it for another process."""
+    deadline = time.monotonic() + _LOADED_S
+    with suppress(psutil.Error):  # it has ended
+        while process.status() != psutil.STATUS_ZOMBIE and not process.cmdline() and time.monotonic() < deadline:
+            time.sleep(0.001)
 
 
 def reap(pid: int) -> None:

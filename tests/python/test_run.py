@@ -29,15 +29,15 @@ from dora.node.holder import Holder, find_process, hold_run, note_holder, read_h
 from dora.observe.sentence import sentence
 from tests.e2e.runs import heed_ctrl_c
 
-#: A process that has a file open until its input ends or it is interrupted.
+#: A process that has a file open until it is interrupted. It blocks SIGINT: one that arrived before a read would not
+#: end that read.
 HOLDS = """
-import sys
+import signal, sys
 held = open(sys.argv[1])
-try:
-    print("up", flush=True)
-    sys.stdin.read()
-except KeyboardInterrupt:
-    print("interrupted", flush=True)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+print("up", flush=True)
+signal.sigwait([signal.SIGINT])
+print("interrupted", flush=True)
 """
 
 
@@ -53,7 +53,7 @@ def holder_of(folder: RunFolder, *, opens: Path | None = None) -> Iterator[subpr
     folder.lock.touch()
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDS, str(opens or folder.lock)],
-        stdin=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -282,6 +282,16 @@ def test_the_process_of_a_run_writes_itself_into_the_lock(tmp_path: Path) -> Non
 
 
 # -- starting ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_is_known_by_its_command_line_once_it_is_started(tmp_path: Path) -> None:
+    """A child has none until the kernel has loaded it; `wait` took such a run for one that had ended."""
+    for _ in range(20):
+        pid = start(["status", str(tmp_path)], output=tmp_path / "output.log")
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        assert command.split(b"\0")[1:5] == [b"-m", b"dora", b"status", bytes(tmp_path)]
 
 
 def test_a_started_process_heeds_sigint_although_its_parent_ignores_it_and_leads_a_session(tmp_path: Path) -> None:
