@@ -99,6 +99,7 @@ def pack(
         lengths=lengths,
         trained=trained,
         experts=None if experts is None else experts[at],
+        lags_n=batch.step - batch.versions[chosen],
         layout=layout,
         device=device,
     )

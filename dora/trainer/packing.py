@@ -121,6 +121,7 @@ class Row:
     context: Context | None = None  # the ranks that divide the row, whose length T is a multiple of their number
     own_p: Tensor | None = None  # with `context`: int64 indices into P, those predicted in this rank's slice
     experts_BTLk: Tensor | None = None  # int16, to which tokens are sent; -1: those that the model chooses
+    lags_BT: Tensor | None = None  # with `experts_BTLk`: int64, staleness of the policy that chose them
 
     @property
     def num_padding(self) -> int:
@@ -138,13 +139,15 @@ def make_row(
     lengths: Sequence[int] | NDArray[np.integer],
     trained: NDArray[np.integer],
     experts: NDArray[np.int16] | None = None,
+    lags_n: NDArray[np.integer] | None = None,
     layout: Layout = PACKED,
     device: torch.device,
 ) -> Row:
     """Return the row in which the tokens at the ascending indices `trained` are predicted, in this order.
 
-    `tokens` has the sequences one after the other, and `experts` [tokens, L, k] their experts. If there is no sequence,
-    the row is one untrained token, so that this rank takes part in the collectives of the other ranks.
+    `tokens` has the sequences one after the other, `experts` [tokens, L, k] their experts, and `lags_n` their staleness
+    (None: 0). If there is no sequence, the row is one untrained token, so that this rank takes part in the collectives
+    of the other ranks.
     """
     lengths_n = np.asarray(lengths, np.int64)
     is_empty = len(tokens) == 0
@@ -166,8 +169,10 @@ def make_row(
     positions_BT.flat[at] = positions
     uses_BT = np.bincount(at, minlength=num_lines * width).reshape(num_lines, width) * (not is_empty)
     predictors_P = at[trained - 1]
-    experts_BTLk = None
+    experts_BTLk, lags_BT = None, None
     if experts is not None:
+        lags_BT = np.zeros((num_lines, width), np.int64)
+        lags_BT.flat[at] = 0 if lags_n is None else np.repeat(lags_n, lengths_n)  # siblings have one version
         experts_BTLk = np.full((num_lines, width, *experts.shape[1:]), -1, np.int16)
         experts_BTLk.reshape(-1, *experts.shape[1:])[at] = experts
     own_p = None
@@ -185,6 +190,7 @@ def make_row(
         context=layout.context,
         own_p=None if own_p is None else torch.from_numpy(own_p).to(device),
         experts_BTLk=None if experts_BTLk is None else torch.from_numpy(experts_BTLk).to(device),
+        lags_BT=None if lags_BT is None else torch.from_numpy(lags_BT).to(device),
     )
 
 

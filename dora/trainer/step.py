@@ -109,7 +109,13 @@ class Trainer:
         replays = self._objective.settings.router_replay == "r3"
         #: What the engine chose for each token; None: nothing of that is replayed.
         self._routing = check_replay(policy, layout, dtype=order.settings.dtype) if replays else None
-        self._balance = balance_of(policy.model, replays=replays, compiled=policy.compiled, device=policy.device)
+        self._balance = balance_of(
+            policy.model,
+            replays=replays,
+            compiled=policy.compiled,
+            max_staleness=order.settings.max_staleness,
+            device=policy.device,
+        )
         self._probe = make_probe(order, policy=policy, layout=layout, routing=self._routing)
         self._step = StepId(0)
         self._chain = order.chain

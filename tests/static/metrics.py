@@ -161,7 +161,11 @@ These metrics exist in steps of a model with experts (mixture of experts), unles
 replayed. The load of an expert is the number of tokens that are sent to it. Shared experts, to which all tokens are
 sent, do not count.
 """
-_REPLAYED: Final = "With `objective.router_replay` ([TRAINER.md](TRAINER.md#experts-of-the-engine)), in addition:"
+_REPLAYED: Final = (
+    "With `objective.router_replay` ([TRAINER.md](TRAINER.md#experts-of-the-engine)), in addition; "
+    "`lag=<l>/routing_changed_frac` is over choices of staleness l, so the increase from one staleness to the next is "
+    "what a version has changed:"
+)
 _EPISODES: Final = """## Of episodes
 
 These figures exist in runs with an environment ([AGENTS.md](AGENTS.md)). The row of a step has them under `episodes`,

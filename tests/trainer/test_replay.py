@@ -281,6 +281,31 @@ def test_a_step_replays_in_all_policies_and_counts_what_it_replays(folder: Path)
 
 
 @pytest.mark.usefixtures("_alone")
+def test_changed_choices_are_told_by_staleness(folder: Path) -> None:
+    """At learning rate 0. Fresh tokens have what the trainer chooses itself, stale ones have all other experts."""
+    rank = Rank(folder, **{**R3, "max_staleness": 2, "learning_rate": 0.0})
+    for step in range(2):
+        rank.train(msgspec.structs.replace(batch_of(1), step=step, versions=np.full(4, step, np.int32)))
+    batch = make_batch(make_groups(4, version=0, seed=5), step=2, index=0, last=True)
+    row, _ = pack(batch, range(16), advantages_nU=np.zeros((16, 1)), layout=Layout(), device=CPU)
+    with torch.no_grad(), find_routers(rank.policy.model).record() as recording:
+        logprobs(rank.policy.model, row, temperature=1.0)
+        own = recording.take()[-len(batch.tokens) :].numpy()
+    rank.policy.reshard()
+    others = np.argsort((np.arange(4)[:, None] == own[:, :, None, :]).any(-1), axis=-1, kind="stable")[..., :2]
+    is_stale = np.repeat(np.arange(16) >= 8, batch.lengths)
+    experts = np.where(is_stale[:, None, None], others, own).astype(np.uint8)
+    versions = np.where(np.arange(16) >= 8, 0, 2).astype(np.int32)
+    known = np.ones(len(batch.tokens), np.uint8)
+    found = rank.train(msgspec.structs.replace(batch, versions=versions, experts=experts, routed=known))
+    fresh, stale = found["lag=0/routing_changed_frac"], found["lag=2/routing_changed_frac"]
+    assert fresh == 0.0
+    assert 0.5 < stale <= 1.0, "all in the first layer; after it, routers see other values"
+    assert "lag=1/routing_changed_frac" not in found
+    assert found["routing_changed_frac"] == pytest.approx(stale * is_stale.mean())
+
+
+@pytest.mark.usefixtures("_alone")
 def test_a_choice_that_the_trainer_would_make_itself_changes_nothing(folder: Path) -> None:
     live, replaying = (
         Rank(folder),
