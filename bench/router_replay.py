@@ -9,6 +9,8 @@ same job without replay, taking turns; figures are means over seeds, ratios are 
   step            seconds of the trainer's ranks in the passes of a step.
   store           bytes of the token store for each sampled token.
   gain            in held-out reward.
+  changed, l      share of the replayed experts that the trainer's router would not have chosen, at staleness l: mean
+                  over steps. At staleness 0 that is rounding, at 1 also what a version changes.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from dora.journal.tokens import read_tokens
 SEEDS = {False: (0,), True: (0, 1, 2, 3, 4)}
 POLICY = Path(__file__).parents[1] / "tests" / "e2e" / "policies" / "qwen3_moe"
 STEPS = 16
+LAGS = (0, 1)
 SETTINGS = (
     f"run.steps={STEPS}",
     f"model.path={POLICY}",
@@ -52,6 +55,7 @@ class Figures:
     cpu_s: float
     step_s: float
     store: float
+    changed: tuple[float, ...]  # by staleness; 0 without replay
 
 
 def run(replay: str, *, seed: int) -> Figures:
@@ -78,11 +82,17 @@ def run(replay: str, *, seed: int) -> Figures:
             cpu_s=cpu_s,
             step_s=statistics.mean(step["rank_s"]["forward_backward"] for step in steps),
             store=folder.tokens.stat().st_size / sampled,
+            changed=tuple(mean_of(steps, f"lag={lag}/routing_changed_frac") for lag in LAGS),
         )
 
 
 def has_fresh(step: dict[str, dict[str, float]]) -> bool:
     return "lag=0/log_ratio_abs_max" in step["trainer"]
+
+
+def mean_of(steps: list[dict[str, dict[str, float]]], name: str) -> float:
+    values = [step["trainer"][name] for step in steps if name in step["trainer"]]
+    return statistics.mean(values) if values else 0.0
 
 
 def cpu_seconds() -> float:
@@ -94,11 +104,11 @@ def cpu_seconds() -> float:
 def main() -> None:
     options = parser(__doc__).parse_args()
     seeds = SEEDS[options.full]
+    report = Report(__doc__, full=options.full, sizes=f"{STEPS} steps of 16 groups, {len(seeds)} seeds")
     found: dict[str, list[Figures]] = {"off": [], "r3": []}
     for seed in seeds:
         for replay in sorted(found, reverse=bool(seed % 2)):
             found[replay].append(run(replay, seed=seed))
-    report = Report(__doc__, full=options.full, sizes=f"{STEPS} steps of 16 groups, {len(seeds)} seeds")
     for name, unit in (
         ("mean", ""),
         ("largest", ""),
@@ -115,6 +125,8 @@ def main() -> None:
             against=f"without replay {statistics.mean(plain):.3g}",
             ratio=statistics.median(a / b for a, b in zip(replayed, plain, strict=True)),
         )
+    for lag in LAGS:
+        report.row(f"changed, {lag}", statistics.mean(one.changed[lag] for one in found["r3"]), "")
     for replay in found:
         rewards = [one.reward for one in found[replay]]
         report.row(
