@@ -295,7 +295,7 @@ def test_a_killed_model_process_costs_no_answer(fleet: list[Member], tmp_path: P
     model_process = fleet[2].model_process()
     with Run(*job(tmp_path, urls, run__steps=FOR_EVER)) as run:
         folder = run.folder
-        run.until_trained(1)
+        run.until_status(lambda s: s["steps_trained"] and len(s["instances"]) == len(urls), what="all servers are up")
         model_process.kill()
         before = run.until_status(lambda s: not instance(s, 2)["url"], what="the server is lost")
         run.until_trained(before["steps_trained"] + 2)  # with fewer instances than K + 1

@@ -207,10 +207,16 @@ async def test_a_sender_killed_in_mid_bucket_fails_its_push_and_the_next_one_wor
     client: EngineClient, transfer: Distributed, urls: list[str], version: Callable[[int], Version]
 ) -> None:
     async with stuck_push(client, urls[0], version(1), label="run/1", transfer=transfer, timeout_s=PUSH_S) as pushing:
-        for sender in sender_processes():
+        killed = sender_processes()
+        for sender in killed:
             sender.kill()
         with pytest.raises(PushFailed, match="the sender has ended") as failed:
             await pushing
+    async with asyncio.timeout(PUSH_S):
+        while any(
+            psutil.pid_exists(sender.pid) for sender in killed
+        ):  # idle ones, too: their end is not noticed at once
+            await asyncio.sleep(0.05)
     assert (failed.value.stage, failed.value.doubtful) == ("update", True)
     await push_to(client, urls[0], version(1), label="run/1", transfer=transfer)
     assert await client.prompt_logprobs(urls[0], PROMPT, timeout_s=60) == holds(version(1))
