@@ -213,9 +213,8 @@ async def test_a_sender_killed_in_mid_bucket_fails_its_push_and_the_next_one_wor
         with pytest.raises(PushFailed, match="the sender has ended") as failed:
             await pushing
     async with asyncio.timeout(PUSH_S):
-        while any(
-            psutil.pid_exists(sender.pid) for sender in killed
-        ):  # idle ones, too: their end is not noticed at once
+        # Idle ones were killed, too, and their end is not noticed at once.
+        while any(psutil.pid_exists(sender.pid) for sender in killed):  # noqa: ASYNC110 - other processes
             await asyncio.sleep(0.05)
     assert (failed.value.stage, failed.value.doubtful) == ("update", True)
     await push_to(client, urls[0], version(1), label="run/1", transfer=transfer)
