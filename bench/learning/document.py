@@ -49,9 +49,9 @@ bench/learning render` from `bench/results/learning`, and nothing is claimed bey
 policy of 0.5 M parameters on sums, with rewards of 0 and 1. They show how strategies and objectives behave there.
 They do not show how large the effects are for a large model.
 
-**Intervals** are 95 % intervals of Student's t over seeds, of paired values: runs with the same seed have the same
-prompts and the same held-out set. **Bold** is what an interval shows: a difference that is not 0, or a ratio that is
-not 1. Among this many comparisons, a few are expected by chance.
+**Intervals** are 95 % intervals of Student's t over three seeds or more, of paired values: runs with the same seed
+have the same prompts and the same held-out set. **Bold** is what an interval shows: a difference that is not 0, or a
+ratio that is not 1. Among this many comparisons, a few are expected by chance.
 """
 
 GAIN: Final = """## What do I gain?

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from dora.sim import svg
 from learning.fleets import CONTROLS, FAST, FAULTS, FLEETS, SETTINGS, STEPS, FleetCurve, PlanFound, Setting
-from learning.stats import Interval, crossing, paired, paired_ratio, smoothed
+from learning.stats import MIN_SEEDS, Interval, crossing, paired, paired_ratio, smoothed
 from learning.text import bold, table
 
 #: How the documents call the fleets.
@@ -201,7 +201,7 @@ def sentence(found: Curves) -> str:
     """Say how much sooner K = 3 is there than the best on-policy strategy."""
     level = way(found[SETTINGS[0]]).level(WAYS[-1])
     faster, base = speedup(found, Setting("dora", 3), level), baseline(found, level)
-    if faster.count < 2:
+    if faster.count < MIN_SEEDS:
         return ""
     verdict = "times as soon as" if faster.is_shown else "times as soon (not shown) as"
     return f"{faster.ratio} {verdict} `{base.strategy}`"

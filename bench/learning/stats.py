@@ -13,13 +13,15 @@ from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Final
 
+#: Two values may be equal by chance: their interval then excludes whatever it should contain.
+MIN_SEEDS: Final = 3
 #: 97.5 % quantiles of Student's t, by degrees of freedom.
 T: Final = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean over seeds and half the width of its 95 % interval; NaN with fewer than two seeds."""
+    """A mean over seeds and half the width of its 95 % interval; NaN with fewer than three seeds."""
 
     mean: float
     half: float
@@ -51,7 +53,7 @@ def interval(values: Iterable[float]) -> Interval:
     """Return the mean of some values and its interval."""
     found = list(values)
     mean = fmean(found) if found else math.nan
-    half = T[len(found) - 1] * stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan
+    half = T[len(found) - 1] * stdev(found) / math.sqrt(len(found)) if len(found) >= MIN_SEEDS else math.nan
     return Interval(mean, half, len(found))
 
 

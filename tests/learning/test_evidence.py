@@ -85,12 +85,12 @@ def test_results_are_of_one_objective_also_if_it_is_the_default(tmp_path: Path) 
 def test_nothing_is_claimed_before_all_seeds_have_run() -> None:
     results = [result(cell, 0.6) for cell in cells.tuning()]
     stale = [cell for cell in cells.second_round(results) if (cell.objective, cell.correction) == cells.FORMER]
-    results += [result(cell, 0.5 if cell.staleness else 0.6) for cell in stale if cell.task == "sums" or cell.seed < 2]
+    results += [result(cell, 0.5 if cell.staleness else 0.6) for cell in stale if cell.task == "sums" or cell.seed < 3]
     said = sweep_tables.in_words(results, cells.FORMER)
     assert said.startswith(
         "shows a loss in sums, K = 2: -0.100 ± 0.000; sums, K = 4: -0.100 ± 0.000, and is not decided"
     )
-    assert said.endswith("tail, K = 2: -0.100 ± 0.000 (2 of 5 seeds); tail, K = 4: -0.100 ± 0.000 (2 of 5 seeds)")
+    assert said.endswith("tail, K = 2: -0.100 ± 0.000 (3 of 5 seeds); tail, K = 4: -0.100 ± 0.000 (3 of 5 seeds)")
     assert "**-0.100 ± 0.000**" in sweep_tables.second_table(results, updates=1)
     assert "**-0.100 ± 0.000 (" not in sweep_tables.second_table(results, updates=1)
 
@@ -100,15 +100,22 @@ def test_an_interval_is_that_of_student() -> None:
     assert found.mean == pytest.approx(3.0)
     assert found.half == pytest.approx(2.776 * math.sqrt(0.5))
     assert found.is_shown
-    assert str(paired({0: 0.5, 1: 0.7, 7: 0.0}, {0: 0.4, 1: 0.6})) == "+0.100 ± 0.000"
+    assert str(paired({0: 0.5, 1: 0.7, 2: 0.9, 7: 0.0}, {0: 0.4, 1: 0.6, 2: 0.8})) == "+0.100 ± 0.000"
     assert str(paired({0: 0.5}, {1: 0.4})) == "not run"
     assert not paired({0: 0.5}, {0: 0.4}).is_shown
 
 
+def test_two_equal_differences_show_nothing() -> None:
+    """Shares of few prompts are often equal by chance."""
+    found = paired({0: 0.5, 1: 0.7}, {0: 0.4, 1: 0.6})
+    assert str(found) == "+0.100"
+    assert not found.is_shown
+
+
 def test_a_ratio_is_a_geometric_mean() -> None:
-    found = paired_ratio({0: 2.0, 1: 8.0}, {0: 1.0, 1: 1.0})
+    found = paired_ratio({0: 2.0, 1: 8.0, 2: 4.0}, {0: 1.0, 1: 1.0, 2: 1.0})
     assert found.ratio.startswith("4.00 (")
-    assert not found.is_shown  # two seeds show little: 12.7 standard errors
+    assert not found.is_shown  # three seeds show little: 4.3 standard errors
 
 
 def test_a_reward_is_reached_where_the_smoothed_line_crosses_it() -> None:
