@@ -58,7 +58,7 @@ def recompute(run: RunFolder, config: Config | RecordedConfig) -> DeepReport:
             prompt_lengths=prompt_lengths,
             temperature=config.rollout.temperature,
             device=config.trainer.device,
-            dtype=config.trainer.dtype,
+            dtype=config.trainer.publish_dtype,  # that of the engine; another one's rounding looks like other weights
             fp32_head=config.trainer.fp32_head,
             experts=[chosen[tuple(sequence)] for sequence in sequences] if chosen else None,
         )
@@ -96,7 +96,7 @@ def recompute(run: RunFolder, config: Config | RecordedConfig) -> DeepReport:
         read_kept(run.trajectories),
         score=score_responses,
         versions=folder_of,
-        dtypes=(config.trainer.dtype, config.trainer.publish_dtype),
+        dtypes=(config.trainer.publish_dtype,),
     )
     return replace(report, altered=(*altered.values(), *rows))
 

@@ -23,8 +23,8 @@ from dora.errors import ConfigError, one_line
 from dora.journal.rows import Fork, row_ids
 from dora.journal.tokens import StoredAnswer, TokenStore
 
-#: Largest median |Δ log-prob| between engine and scorer under the trajectory's own version, by the coarser of their
-#: data types. Measured on a CPU with the seed policy and the embedded engine, five versions each: 0 if both compute in
+#: Largest median |Δ log-prob| between engine and scorer under the trajectory's own version, by the type in which they
+#: compute. Measured on a CPU with the seed policy and the embedded engine, five versions each: 0 if both compute in
 #: float32, 2e-6 to 8e-6 if both compute in bfloat16, 2e-5 to 6e-5 if one of them does; under the next version 7e-5 to
 #: 4e-4 in all cases. Larger models and other kernels differ by more (not measured), hence the margin, and the rule that
 #: a version must agree better than its successor.

@@ -30,6 +30,7 @@ def test_what_the_engine_chose_is_replayed(tmp_path: Path) -> None:
             rollout__groups_per_step=8,
             rollout__max_new_tokens=96,
             objective__router_replay="r3",
+            trainer__dtype="bfloat16",  # coarser than the engine, whose precision a deep audit needs
             task__sources='[{kind="arithmetic"}]',
             eval__sets="[]",
             status__port=0,
@@ -48,7 +49,7 @@ def test_what_the_engine_chose_is_replayed(tmp_path: Path) -> None:
     steps = [row["trainer"] for row in rows if row["kind"] == "step"]
     assert len(steps) == 4
     assert all(step["routing_unknown_frac"] == step["routing_later_frac"] == 0 for step in steps)
-    assert all(0 <= step["routing_changed_frac"] < 0.01 for step in steps)  # both compute in float32
+    assert all(0 <= step["routing_changed_frac"] < 0.05 for step in steps)  # few, though the trainer rounds more
     assert all(1 <= step["expert_load_mean"] <= step["expert_load_max"] for step in steps)
     trained = {row["trajectory"] for row in map(json.loads, folder.trajectories.read_text().splitlines())}
     stored = read_tokens(folder.tokens, wanted=trained)

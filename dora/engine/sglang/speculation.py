@@ -54,7 +54,7 @@ class _Speculation(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _ProbeAnswer:
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
 
@@ -115,9 +115,9 @@ async def _answer(
     seed: int,
     found: _Speculation,
     timeout_s: float,
-) -> _Answer:
+) -> _ProbeAnswer:
     """Return an answer; ConfigError unless its log-probs are those of the same tokens in a prompt."""
-    name, answer = f"probe-{uuid.uuid4().hex}", _Answer()
+    name, answer = f"probe-{uuid.uuid4().hex}", _ProbeAnswer()
     request = GenerateRequest(
         id=name,
         tokens=prompt,
