@@ -1,4 +1,4 @@
-"""`dora audit`: proves C1, C2 and C3 from a run's journal. Exit code 3: violated; 1: --deep had nothing to compare."""
+"""`dora audit`: proves C1, C2 and C3 from a run's journal. Exit code 3: violated; 1: --deep proved nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def audit(folder: Path, *, deep: bool) -> None:
     run = RunFolder.open(folder)
     report = audit_folder(run)
     say(*render(report).split("\n"))
-    is_violated, is_compared = not report.ok, True
+    is_violated, is_proved = not report.ok, True
     if deep and any(violation.rule == DAMAGE for violation in report.violations):
         say("--deep is left out: it needs the whole journal and token store")
     elif deep:
@@ -28,8 +28,8 @@ def audit(folder: Path, *, deep: bool) -> None:
             raise ConfigError(f"{folder}: --deep needs answers of one version each; this strategy breaks C1 by design")
         found = recompute(run, read_recorded(run.config, environ={}))
         say(*render_deep(found).split("\n"))
-        is_violated, is_compared = is_violated or bool(found.violations or found.altered), bool(found.checks)
+        is_violated, is_proved = is_violated or bool(found.violations or found.altered), found.has_confirmed
     if is_violated:
         raise SystemExit(VIOLATED)
-    if not is_compared:
+    if not is_proved:
         raise SystemExit(1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from dora.errors import ConfigError
 from dora.journal.deep import (
     EVALUATION,
     NO_GROUP,
+    Attribution,
     KeptTrajectory,
+    Stretch,
     altered_rows,
     deep_check,
     encode_kept,
@@ -45,11 +48,13 @@ def score(
     return [logprobs(version, s)[n:] for s, n in zip(sequences, prompt_lengths, strict=True)]
 
 
-def kept(trajectory: int, *, version: int, sampled_by: int, noise: float = 1e-5) -> KeptTrajectory:
+def kept(
+    trajectory: int, *, version: int, sampled_by: int, noise: float = 1e-5, num_tokens: int = 20
+) -> KeptTrajectory:
     random = np.random.default_rng(trajectory)
     prompt = tuple(int(t) for t in random.integers(0, VOCABULARY, 4))
-    tokens = tuple(int(t) for t in random.integers(0, VOCABULARY, 20))
-    behavior = logprobs(sampled_by, (*prompt, *tokens))[4:] + random.normal(0, noise, 20)
+    tokens = tuple(int(t) for t in random.integers(0, VOCABULARY, num_tokens))
+    behavior = logprobs(sampled_by, (*prompt, *tokens))[4:] + random.normal(0, noise, num_tokens)
     return KeptTrajectory(
         step=version,
         group=GroupId(trajectory // 2),
@@ -83,15 +88,101 @@ def test_trajectories_sampled_by_the_next_version_are_flagged_and_only_they() ->
     right = [kept(t, version=0, sampled_by=0) for t in range(4, 8)]
     report = deep_check([*wrong, *right], score=score, versions=folder_of)
     assert not report.ok
-    assert [c.ok for c in report.checks] == [True, False]
+    assert [c.attribution for c in report.checks] == [Attribution.CONFIRMED, Attribution.REFUTED]
     assert re.findall(r"version (\d+): .*VIOLATION", render_deep(report)) == ["1"]
 
 
-def test_a_version_whose_weights_did_not_change_proves_nothing_and_is_flagged() -> None:
+def continued(trajectory: int, *, at: range, noise: float = 1e-5) -> KeptTrajectory:
+    """An answer of version 1, some of whose tokens version 2 sampled."""
+    own, other = (kept(trajectory, version=1, sampled_by=v, noise=noise, num_tokens=200) for v in (1, 2))
+    behavior = [(other if i in at else own).logprobs[i] for i in range(200)]
+    return msgspec.structs.replace(own, logprobs=tuple(behavior))
+
+
+@pytest.mark.parametrize(
+    "at", [range(160, 200), range(30), range(70, 110)], ids=["its end", "its beginning", "between"]
+)
+def test_one_answer_among_many_that_another_version_continued_is_named_with_its_tokens(at: range) -> None:
+    others = [kept(t, version=1, sampled_by=1, num_tokens=200) for t in range(1, 20)]
+    report = deep_check([continued(0, at=at), *others], score=score, versions=folder_of)
+    [check] = report.checks
+    assert check.attribution is Attribution.REFUTED
+    assert check.difference < check.tolerance < check.difference_next  # the medians do not show it
+    [found] = check.foreign
+    assert found.trajectory == 0
+    assert abs(found.start - at.start) <= 2
+    assert abs(found.end - at.stop) <= 2
+    assert f"trajectory 0: tokens {found.start} to {found.end - 1} are not of version 1" in render_deep(report)
+
+
+def test_a_stretch_is_counted_in_all_tokens_of_the_answer_observations_included() -> None:
+    answer = continued(0, at=range(100, 150))
+    observed = msgspec.structs.replace(answer, observed=((10, 40), (110, 120)))
+    [check] = deep_check([observed], score=score, versions=folder_of).checks
+    assert check.num_tokens == 160
+    assert check.foreign == (Stretch(TrajectoryId(0), 100, 150),)
+
+
+def test_a_version_whose_weights_did_not_change_proves_nothing_and_accuses_nobody() -> None:
     report = deep_check(
         [kept(t, version=1, sampled_by=1) for t in range(4)], score=score, versions=lambda _: Path("v1")
     )
     assert not report.ok
+    assert report.violations == ()
+    assert "NOT TOLD APART: rounding" in render_deep(report)
+    assert "NOTHING WAS PROVED" in render_deep(report)
+
+
+def test_versions_of_too_few_tokens_prove_nothing_and_the_others_do() -> None:
+    few = kept(0, version=0, sampled_by=0, num_tokens=6)
+    report = deep_check([few, kept(1, version=1, sampled_by=1)], score=score, versions=folder_of)
+    assert [c.attribution for c in report.checks] == [Attribution.NOT_TOLD, Attribution.CONFIRMED]
+    assert report.ok
+    assert "NOT TOLD APART: too few tokens" in render_deep(report)
+
+
+def heavy_tails(random: np.random.Generator, size: int) -> npt.NDArray[np.float64]:
+    return random.standard_t(2, size=size)
+
+
+def unknown_scales(random: np.random.Generator, size: int) -> npt.NDArray[np.float64]:
+    return random.laplace(size=size) * np.exp(1.5 * random.normal(size=size))
+
+
+def scales_of_passages(random: np.random.Generator, size: int) -> npt.NDArray[np.float64]:
+    return random.laplace(size=size) * np.exp(np.repeat(random.normal(size=size // 100), 100))
+
+
+def neighbors(random: np.random.Generator, size: int) -> npt.NDArray[np.float64]:
+    """Neighbors err together."""
+    steps = 0.45 * random.normal(size=size)
+    return np.array([*itertools.accumulate(steps, lambda last, step: 0.9 * last + step)])
+
+
+@pytest.mark.parametrize("rounding", [heavy_tails, unknown_scales, scales_of_passages, neighbors])
+@pytest.mark.parametrize("change", [0.1, 1.0, 10.0])
+def test_rounding_that_is_not_as_assumed_accuses_nobody(
+    rounding: Callable[[np.random.Generator, int], npt.NDArray[np.float64]], change: float
+) -> None:
+    """Rounding about as large as the change of an update; both are larger where tokens are less probable."""
+    random = np.random.default_rng(7)
+    recorded = -np.exp(1.5 * random.normal(size=20_000) - 2)
+    own = 1e-4 * rounding(random, 20_000) * -recorded
+    changed = 1e-4 * change * neighbors(random, 20_000) * -recorded
+    answers = [
+        msgspec.structs.replace(
+            kept(t, version=0, sampled_by=0, num_tokens=1_000), logprobs=tuple(recorded[t * 1_000 :][:1_000].tolist())
+        )
+        for t in range(20)
+    ]
+
+    def scored(folder: Path, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]):
+        logprobs = recorded + own + (changed if folder.name == "v1" else 0.0)
+        return [np.float32(part) for part in np.split(logprobs, 20)]
+
+    report = deep_check(answers, score=scored, versions=folder_of, dtypes=("bfloat16",))
+    assert report.violations == ()
+    assert report.ok or change < 1.0
 
 
 def test_versions_that_are_no_longer_stored_are_listed_as_not_checked() -> None:
