@@ -96,7 +96,7 @@ def audit(
     deep: Annotated[
         bool,
         typer.Option(
-            "--deep", help="Also recompute the log-probs of kept trajectories under their version and the next one."
+            "--deep", help="Also recompute the log-probs of kept trajectories under their version and its neighbors."
         ),
     ] = False,
 ) -> None:

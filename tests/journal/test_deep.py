@@ -31,6 +31,7 @@ from dora.journal.rows import Fork
 from dora.journal.tokens import StoredAnswer, StoredPrompt, TokenStore
 
 VOCABULARY = 11
+Rounding = Callable[[np.random.Generator, int], npt.NDArray[np.float64]]
 
 
 def logprobs(version: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -78,13 +79,16 @@ def test_trajectories_of_their_own_version_agree_with_it_and_not_with_the_next()
     report = deep_check([kept(t, version=t % 3, sampled_by=t % 3) for t in range(12)], score=score, versions=folder_of)
     assert report.ok
     assert [(c.version, c.num_trajectories, c.num_tokens) for c in report.checks] == [(v, 4, 80) for v in range(3)]
+    assert [[n.version for n in c.neighbors] for c in report.checks] == [[1], [0, 2], [1, 3]]
     for check in report.checks:
-        assert check.difference < 1e-4 < check.difference_next
-        assert check.k3 < check.k3_next
+        for neighbor in check.neighbors:
+            assert check.difference < 1e-4 < neighbor.difference
+            assert check.k3 < neighbor.k3
 
 
-def test_trajectories_sampled_by_the_next_version_are_flagged_and_only_they() -> None:
-    wrong = [kept(t, version=1, sampled_by=2) for t in range(4)]
+@pytest.mark.parametrize("sampled_by", [0, 2])
+def test_trajectories_sampled_by_a_neighbor_are_flagged_and_only_they(sampled_by: int) -> None:
+    wrong = [kept(t, version=1, sampled_by=sampled_by) for t in range(4)]
     right = [kept(t, version=0, sampled_by=0) for t in range(4, 8)]
     report = deep_check([*wrong, *right], score=score, versions=folder_of)
     assert not report.ok
@@ -92,35 +96,36 @@ def test_trajectories_sampled_by_the_next_version_are_flagged_and_only_they() ->
     assert re.findall(r"version (\d+): .*VIOLATION", render_deep(report)) == ["1"]
 
 
-def continued(trajectory: int, *, at: range, noise: float = 1e-5) -> KeptTrajectory:
-    """An answer of version 1, some of whose tokens version 2 sampled."""
-    own, other = (kept(trajectory, version=1, sampled_by=v, noise=noise, num_tokens=200) for v in (1, 2))
+def continued(trajectory: int, *, at: range, by: int) -> KeptTrajectory:
+    """An answer of version 1, some of whose tokens another one sampled."""
+    own, other = (kept(trajectory, version=1, sampled_by=v, num_tokens=200) for v in (1, by))
     behavior = [(other if i in at else own).logprobs[i] for i in range(200)]
     return msgspec.structs.replace(own, logprobs=tuple(behavior))
 
 
+@pytest.mark.parametrize("by", [0, 2])
 @pytest.mark.parametrize(
     "at", [range(160, 200), range(30), range(70, 110)], ids=["its end", "its beginning", "between"]
 )
-def test_one_answer_among_many_that_another_version_continued_is_named_with_its_tokens(at: range) -> None:
+def test_one_answer_among_many_that_a_neighbor_continued_is_named_with_its_tokens(at: range, by: int) -> None:
     others = [kept(t, version=1, sampled_by=1, num_tokens=200) for t in range(1, 20)]
-    report = deep_check([continued(0, at=at), *others], score=score, versions=folder_of)
+    report = deep_check([continued(0, at=at, by=by), *others], score=score, versions=folder_of)
     [check] = report.checks
     assert check.attribution is Attribution.REFUTED
-    assert check.difference < check.tolerance < check.difference_next  # the medians do not show it
-    [found] = check.foreign
+    assert check.difference < check.tolerance < min(n.difference for n in check.neighbors)  # medians do not show it
+    [found] = [stretch for n in check.neighbors if n.version == by for stretch in n.foreign]
     assert found.trajectory == 0
     assert abs(found.start - at.start) <= 2
     assert abs(found.end - at.stop) <= 2
-    assert f"trajectory 0: tokens {found.start} to {found.end - 1} are not of version 1" in render_deep(report)
+    assert f"trajectory 0: tokens {found.start} to {found.end - 1} are of version {by}" in render_deep(report)
 
 
 def test_a_stretch_is_counted_in_all_tokens_of_the_answer_observations_included() -> None:
-    answer = continued(0, at=range(100, 150))
+    answer = continued(0, at=range(100, 150), by=2)
     observed = msgspec.structs.replace(answer, observed=((10, 40), (110, 120)))
     [check] = deep_check([observed], score=score, versions=folder_of).checks
     assert check.num_tokens == 160
-    assert check.foreign == (Stretch(TrajectoryId(0), 100, 150),)
+    assert [n.foreign for n in check.neighbors] == [(), (Stretch(TrajectoryId(0), 100, 150),)]
 
 
 def test_a_version_whose_weights_did_not_change_proves_nothing_and_accuses_nobody() -> None:
@@ -159,44 +164,97 @@ def neighbors(random: np.random.Generator, size: int) -> npt.NDArray[np.float64]
     return np.array([*itertools.accumulate(steps, lambda last, step: 0.9 * last + step)])
 
 
-@pytest.mark.parametrize("rounding", [heavy_tails, unknown_scales, scales_of_passages, neighbors])
-@pytest.mark.parametrize("change", [0.1, 1.0, 10.0])
-def test_rounding_that_is_not_as_assumed_accuses_nobody(
-    rounding: Callable[[np.random.Generator, int], npt.NDArray[np.float64]], change: float
-) -> None:
-    """Rounding about as large as the change of an update; both are larger where tokens are less probable."""
-    random = np.random.default_rng(7)
-    recorded = -np.exp(1.5 * random.normal(size=20_000) - 2)
-    own = 1e-4 * rounding(random, 20_000) * -recorded
-    changed = 1e-4 * change * neighbors(random, 20_000) * -recorded
+def like_each_other(random: np.random.Generator, size: int) -> npt.NDArray[np.float64]:
+    return random.laplace(size=size)
+
+
+def rounded(
+    seed: int, rounding: Rounding, *, num_tokens: int, change: float | None
+) -> tuple[list[KeptTrajectory], Callable[..., list[npt.NDArray[np.float32]]]]:
+    """Four answers of version 0, and a scorer; both round by more where tokens are less probable.
+
+    `change`: what the next version changes, in units of the rounding; None: nothing, but it rounds anew.
+    """
+    random = np.random.default_rng(seed)
+    size = 4 * num_tokens
+    recorded = -np.exp(1.5 * random.normal(size=size) - 2)
+    own = 1e-3 * rounding(random, size) * -recorded
+    other = 1e-3 * rounding(random, size) if change is None else own + 1e-3 * change * neighbors(random, size)
     answers = [
         msgspec.structs.replace(
-            kept(t, version=0, sampled_by=0, num_tokens=1_000), logprobs=tuple(recorded[t * 1_000 :][:1_000].tolist())
+            kept(t, version=0, sampled_by=0, num_tokens=num_tokens),
+            logprobs=tuple(recorded[t * num_tokens :][:num_tokens].tolist()),
         )
-        for t in range(20)
+        for t in range(4)
     ]
 
     def scored(folder: Path, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]):
-        logprobs = recorded + own + (changed if folder.name == "v1" else 0.0)
-        return [np.float32(part) for part in np.split(logprobs, 20)]
+        found = recorded + (other * (1.0 if change is not None else -recorded) if folder.name == "v1" else own)
+        return [np.float32(part) for part in np.split(found, 4)]
 
+    return answers, scored
+
+
+@pytest.mark.parametrize("rounding", [heavy_tails, unknown_scales, scales_of_passages, neighbors])
+@pytest.mark.parametrize("change", [0.1, 1.0, 10.0])
+def test_rounding_that_is_not_as_assumed_accuses_nobody(rounding: Rounding, change: float) -> None:
+    answers, scored = rounded(7, rounding, num_tokens=5_000, change=change)
     report = deep_check(answers, score=scored, versions=folder_of, dtypes=("bfloat16",))
     assert report.violations == ()
     assert report.ok or change < 1.0
 
 
+@pytest.mark.parametrize("num_tokens", [10, 100, 400])
+def test_a_neighbor_that_only_rounds_anew_is_not_told_apart(num_tokens: int) -> None:
+    """The evidence is a random walk then."""
+    verdicts = set()
+    for seed in range(100):
+        answers, scored = rounded(seed, like_each_other, num_tokens=num_tokens, change=None)
+        [check] = deep_check(answers, score=scored, versions=folder_of, dtypes=("bfloat16",)).checks
+        verdicts.add(check.attribution)
+    assert verdicts == {Attribution.NOT_TOLD}
+
+
+def test_an_engine_that_rounds_much_is_not_accused_where_the_update_changed_more() -> None:
+    trajectories = [kept(t, version=1, sampled_by=1, noise=8e-3, num_tokens=200) for t in range(4)]
+    report = deep_check(trajectories, score=score, versions=folder_of, dtypes=("bfloat16",))
+    assert report.violations == ()
+
+
+@pytest.mark.parametrize("bad", ["v1", "v0"])
+@pytest.mark.parametrize("where", [slice(None), slice(-1, None)], ids=["all", "the last"])
+def test_log_probs_that_are_not_finite_accuse_only_the_version_that_has_them(bad: str, where: slice) -> None:
+    def scored(folder: Path, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]):
+        found = score(folder, sequences, prompt_lengths)
+        if folder.name == bad:
+            found[0][where] = np.nan
+        return found
+
+    answer = kept(0, version=0, sampled_by=0, num_tokens=30)
+    [check] = deep_check([answer], score=scored, versions=folder_of).checks
+    is_wrong = bad == "v0" and where == slice(None)
+    assert check.attribution is (Attribution.REFUTED if is_wrong else Attribution.CONFIRMED)
+
+
+def test_an_answer_without_a_sampled_token_is_left_out() -> None:
+    observed = msgspec.structs.replace(kept(0, version=0, sampled_by=0), observed=((0, 20),))
+    [check] = deep_check([observed, kept(1, version=0, sampled_by=0)], score=score, versions=folder_of).checks
+    assert check.num_trajectories == 1
+
+
 def test_versions_that_are_no_longer_stored_are_listed_as_not_checked() -> None:
-    trajectories = [kept(t, version=version, sampled_by=version) for t, version in enumerate((2, 2, 3, 3))]
-    report = deep_check(trajectories, score=score, versions=folder_of)
+    """Of 0 to 3, the last has a neighbor; 4 has one, but is not stored itself, and 6 has none."""
+    trajectories = [kept(t, version=v, sampled_by=v) for t, v in enumerate((2, 2, 3, 3, 4, 6))]
+    report = deep_check(trajectories, score=score, versions=lambda v: Path(f"v{v}") if v <= 3 or v == 6 else None)
     assert report.ok
-    assert ([c.version for c in report.checks], report.skipped) == ([2], (3,))
+    assert ([c.version for c in report.checks], report.skipped) == ([2, 3], (4, 6))
     assert "not checked" in render_deep(report)
 
 
 @pytest.mark.parametrize(
     ("trajectories", "why"),
     [
-        pytest.param([kept(0, version=3, sampled_by=3)], "keep more versions", id="no version is stored"),
+        pytest.param([kept(0, version=5, sampled_by=5)], "keep more versions", id="no version is stored"),
         pytest.param([], "no trajectory with tokens was kept", id="nothing was kept"),
     ],
 )

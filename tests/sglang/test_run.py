@@ -143,4 +143,4 @@ def test_that_check_fails_for_answers_of_another_version(ended: Ended, tmp_path:
 
 
 def agreeing(checks: tuple[VersionCheck, ...]) -> int:
-    return sum(check.k3 < LARGEST_K3 and check.k3_next >= CONTRAST * check.k3 for check in checks)
+    return sum(c.k3 < LARGEST_K3 and all(n.k3 >= CONTRAST * c.k3 for n in c.neighbors) for c in checks)
