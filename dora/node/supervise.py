@@ -151,16 +151,18 @@ class Child:
         """Run the output loop; set `ready` to the URL, or to "" if the output ends without one."""
         assert process.stdout is not None
         seen = b""
-        with open_log(self.log) as log:
-            while chunk := await process.stdout.read(65_536):
-                log.write(chunk)
-                log.flush()
-                if not ready.done():
-                    seen += chunk
-                    if found := READY_LINE.search(seen):
-                        ready.set_result(found[1].decode())
-        if not ready.done():
-            ready.set_result("")
+        try:
+            with open_log(self.log) as log:
+                while chunk := await process.stdout.read(65_536):
+                    with suppress(OSError):  # a full disk drops lines of logs
+                        log.write(chunk)
+                    if not ready.done():
+                        seen += chunk
+                        if found := READY_LINE.search(seen):
+                            ready.set_result(found[1].decode())
+        finally:
+            if not ready.done():
+                ready.set_result("")
 
     async def _fail_to_start(self, process: asyncio.subprocess.Process) -> str:
         code = await process.wait()
@@ -241,9 +243,9 @@ class Node:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """Open a child's log for appending."""
+    """Open a child's log for appending, unbuffered, so that no failed write is repeated when it is closed."""
     try:
-        return path.open("ab")
+        return path.open("ab", buffering=0)
     except OSError as err:
         raise RemoteError(f"{path}: cannot be written ({err.strerror})") from err
 
@@ -254,7 +256,7 @@ def tail(log: Path) -> list[str]:
         return []
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
+        lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
     return [line.strip() for line in lines if line.strip()][-TAIL_LINES:]
 
 

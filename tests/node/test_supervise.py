@@ -111,6 +111,15 @@ async def test_more_output_than_a_pipe_holds_does_not_block_a_child(node: Node, 
     assert (tmp_path / "engine-0.log").stat().st_size > 3_000_000
 
 
+async def test_a_full_disk_drops_lines_of_a_childs_log_and_nothing_else(node: Node, tmp_path: Path):
+    (tmp_path / "engine-0.log").symlink_to("/dev/full")  # every write fails with ENOSPC
+    output = "import sys; sys.stdout.write('x' * 300_000); sys.stdout.flush();"  # more than a pipe holds
+    child = node.add(plan(READY + output))
+    assert await child.start() == "http://127.0.0.1:7777"
+    assert "engine-0 ended with exit code 0" in await child.ended()
+    await child.kill()
+
+
 async def test_an_end_is_reported_with_its_cause_and_the_end_of_the_log(node: Node):
     child = node.add(plan(READY + "import sys; sys.exit('out of luck')"))
     await child.start()
