@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -58,6 +58,7 @@ class RequestIds:
 
     run_id: str
     epoch: int  # of the controller
+    unstopped: set[str] = field(default_factory=set, compare=False)  # in flight, and not asked to stop
 
     def of(self, order: cmd.Generate | cmd.StopRequest) -> str:
         """Return the request id of an attempt."""
@@ -167,11 +168,13 @@ class StreamAttempt:
         label = self.published.label(order.version)
         adapter = self.served.adapter(order.instance, order.version)
         routing = self.trajectories.asked_routing(record)
-        request = self.sampling.request(
-            trajectory, record, id=self.ids.of(order), label=label, adapter=adapter, routing=routing
-        )
+        rid = self.ids.of(order)
+        request = self.sampling.request(trajectory, record, id=rid, label=label, adapter=adapter, routing=routing)
+        self.ids.unstopped.add(rid)
         try:
             result = await self.engine.generate(url, request, partial(self.trajectories.append, trajectory, attempt))
+            if result.was_stopped and rid in self.ids.unstopped:
+                raise ProtocolError(f"{url}: a request ended with 'abort' that nobody had asked to stop")
         except InvalidChoices as err:
             raise RunFailed(str(err)) from err
         except ServerGone as err:
@@ -182,6 +185,8 @@ class StreamAttempt:
             is_final = isinstance(err, RequestRefused) and not err.retryable
             await asyncio.sleep(0.0 if is_final else FAILURE_PAUSE_S)
             return self._failed(order, record, server_gone=False, final=is_final, reason=str(err))
+        finally:
+            self.ids.unstopped.discard(rid)
         if result.chosen is not None:
             self.trajectories.choose(
                 trajectory,
@@ -239,10 +244,12 @@ class StopAttempt:
 
     async def __call__(self, order: cmd.StopRequest) -> None:
         url = self.fleet.urls.get(order.instance)
+        rid = self.ids.of(order)
+        self.ids.unstopped.discard(rid)
         if url is None:
             return
         try:
-            await self.engine.stop(url, self.ids.of(order))
+            await self.engine.stop(url, rid)
         except RemoteError as err:  # the request runs to its end
             log.warning("abort_failed", trajectory=order.trajectory, instance=order.instance, reason=str(err))
 

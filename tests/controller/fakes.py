@@ -380,13 +380,14 @@ class Surroundings:
     fails_truncated: bool = False
     visits: Visits = field(default_factory=Visits)
     steps_taken: list[tuple[int, int]] = field(default_factory=list)  # tokens, steps
+    unstopped: set[str] = field(default_factory=set)
 
     def steps(self, num_tokens: int, num_steps: int) -> None:
         self.steps_taken.append((num_tokens, num_steps))
 
     @property
     def ids(self) -> RequestIds:
-        return RequestIds(RUN_ID, self.epoch)
+        return RequestIds(RUN_ID, self.epoch, self.unstopped)
 
     @property
     def generate(self) -> StreamAttempt:

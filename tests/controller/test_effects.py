@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import itertools
 import json
@@ -125,6 +126,19 @@ def record(io: Surroundings) -> Any:
     return io.trajectories.records[TrajectoryId(0)]
 
 
+async def stopped(io: Surroundings, server: ScriptedServer, *chunks: bytes) -> ev.Event:
+    """Stop a request once it has arrived; the server then sends these chunks."""
+    is_stopped = asyncio.Event()
+    server.streams(is_stopped, *chunks)
+    server.says("/abort_request", {})
+    running = asyncio.create_task(io.generate(order()))
+    while not server.paths().count("/generate"):  # noqa: ASYNC110 - the server has no event for it
+        await asyncio.sleep(0)
+    await effects.StopAttempt(io.engine, io.fleet, io.ids)(cmd.StopRequest(TrajectoryId(0), 1, InstanceId(0)))
+    is_stopped.set()
+    return await running
+
+
 async def test_an_answer_is_streamed_into_its_record_and_finished(io: Surroundings, server: ScriptedServer) -> None:
     server.streams(chunk(*ANSWER), chunk(*ANSWER, eos(io), finish="stop"), b"data: [DONE]\n\n")
     event = await io.generate(order())
@@ -176,11 +190,10 @@ async def test_the_choice_of_experts_is_asked_for_from_the_first_unknown_token_a
     replaying: Surroundings, server: ScriptedServer
 ) -> None:
     io, choices = replaying, record(replaying).choices
-    server.streams(chunk(10, finish="abort", routed_experts=routed(0, 1, 1, 2, 2, 3)))
-    await io.generate(order())
+    await stopped(io, server, chunk(10, finish="abort", routed_experts=routed(0, 1, 1, 2, 2, 3)))
     server.streams(chunk(11, eos(io), finish="stop", routed_experts=routed(3, 0, 0, 2)))
     await io.generate(order(2, num_tokens=1))
-    bodies = [body for _, body in server.calls]
+    bodies = [body for path, body in server.calls if path == "/generate"]
     assert [body["return_routed_experts"] for body in bodies] == [True, True]
     assert [body["routed_experts_start_len"] for body in bodies] == [0, 3]
     assert choices.experts(np.arange(6)).tolist() == [[0, 1], [1, 2], [2, 3], [3, 0], [0, 2], [0, 0]]
@@ -299,22 +312,32 @@ async def test_an_answer_without_its_final_chunk_is_finished_without_another_req
 
 
 async def test_a_stopped_request_keeps_its_tokens(io: Surroundings, server: ScriptedServer) -> None:
-    server.streams(chunk(*ANSWER, finish="abort"))
-    event = await io.generate(order())
+    event = await stopped(io, server, chunk(*ANSWER, finish="abort"))
     assert event == ev.GenerationStopped(1.0, TrajectoryId(0), 1, 3, ((4, 0, 3),))
     assert record(io).tokens.tolist() == [*ANSWER]
 
 
 async def test_a_request_stopped_before_its_first_token_is_no_answer(io: Surroundings, server: ScriptedServer) -> None:
-    server.streams(chunk(finish="abort"))
-    event = await io.generate(order())
+    event = await stopped(io, server, chunk(finish="abort"))
     assert isinstance(event, ev.GenerationStopped)
     assert event.num_tokens == 0
 
 
+@pytest.mark.parametrize("tokens", [(), ANSWER])
+async def test_a_request_that_ends_with_abort_although_nobody_stopped_it_has_failed(
+    io: Surroundings, server: ScriptedServer, tokens: tuple[int, ...]
+) -> None:
+    """Sent again without a pause or a limit, it would be sent a thousand times a second."""
+    server.streams(chunk(*tokens, finish="abort"))
+    event = await io.generate(order())
+    assert isinstance(event, ev.GenerationFailed)
+    assert (event.num_tokens, event.final, event.server_gone) == (len(tokens), False, False)
+    assert "nobody had asked to stop" in event.reason
+    assert not io.unstopped
+
+
 async def test_a_stop_that_comes_after_the_last_token_stops_nothing(io: Surroundings, server: ScriptedServer) -> None:
-    server.streams(chunk(*ANSWER, eos(io), finish="abort"))
-    assert isinstance(await io.generate(order()), ev.GenerationFinished)
+    assert isinstance(await stopped(io, server, chunk(*ANSWER, eos(io), finish="abort")), ev.GenerationFinished)
 
 
 async def test_an_answer_that_used_up_its_budget_is_length_capped(io: Surroundings, server: ScriptedServer) -> None:
@@ -489,8 +512,7 @@ PUSH = cmd.PushWeights(InstanceId(0), 3, 4)
 
 
 async def test_tokens_of_a_push_that_failed_have_no_version(io: Surroundings, server: ScriptedServer) -> None:
-    server.streams(chunk(*ANSWER, finish="abort", label=UNCONFIRMED))
-    event = await io.generate(order())
+    event = await stopped(io, server, chunk(*ANSWER, finish="abort", label=UNCONFIRMED))
     reason = "3 of its tokens were sampled after a push that failed"
     assert event == ev.GenerationFailed(1.0, TrajectoryId(0), 1, 3, False, reason)
 
@@ -498,8 +520,9 @@ async def test_tokens_of_a_push_that_failed_have_no_version(io: Surroundings, se
 async def test_a_request_stopped_in_a_push_before_its_first_token_saw_no_other_version(
     io: Surroundings, server: ScriptedServer
 ) -> None:
-    server.streams(chunk(finish="abort", label=UNCONFIRMED))
-    assert await io.generate(order()) == ev.GenerationStopped(1.0, TrajectoryId(0), 1, 0, ())
+    assert await stopped(io, server, chunk(finish="abort", label=UNCONFIRMED)) == ev.GenerationStopped(
+        1.0, TrajectoryId(0), 1, 0, ()
+    )
 
 
 async def test_a_push_is_finished_when_the_label_was_read_back(

@@ -197,6 +197,12 @@ def test_spans_count_more_than_the_label_of_the_end() -> None:
         pytest.param(chunk([1], total=1, finish={"type": "gave up"}), id="unknown finish reason"),
         pytest.param(event({"status": "ok"}), id="neither tokens nor error"),
         pytest.param(chunk([2**31], total=1), id="an id beyond 32 bits"),
+        pytest.param(chunk([-5], total=1), id="an id below 0"),
+        pytest.param(
+            event({"meta_info": {"completion_tokens": 1, "output_token_logprobs": [[-1e39, 5, None]]}}),
+            id="a log-prob beyond float32",
+        ),
+        pytest.param(last([], total=0), id="the end of an answer without a token"),
         pytest.param(b"data: {half\n\n", id="broken JSON"),
         pytest.param(b"data: \xff\n\n", id="not text"),
     ],

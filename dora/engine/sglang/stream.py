@@ -71,6 +71,7 @@ class _Event(msgspec.Struct, gc=False):
 
 _decode = msgspec.json.Decoder(_Event).decode
 _DONE: Final = DONE.encode()
+_LEAST_FLOAT32: Final = -3.4028234e38
 
 
 class StreamParser:
@@ -131,6 +132,8 @@ class StreamParser:
         if triples:
             self._num_tokens += len(triples)
             logprobs, token_ids, _ = zip(*triples)  # noqa: B905  all are triples
+            if min(token_ids) < 0 or min(logprobs) < _LEAST_FLOAT32:
+                raise ProtocolError(f"{self._source}: a token id below 0, or a log-prob beyond float32")
             pack_ids, pack_logprobs = _packers(len(triples))
             try:
                 chunk = array("i", pack_ids(*token_ids)), array("f", pack_logprobs(*logprobs))
@@ -160,6 +163,8 @@ class StreamParser:
         if (status := finish.status_code or 0) >= 400:  # aborted by the server: queue full, timeout, out of KV
             message = f"{self._source}: {finish.message or 'aborted by the server'} ({status})"
             raise RequestRefused(message, status=status, retryable=is_retryable(status))
+        if finish.type != "abort" and not self._num_tokens:
+            raise ProtocolError(f"{self._source}: an answer ended with '{finish.type}' before its first token")
         spans = tuple((span.version, span.start, span.end) for span in meta.weight_versions or ())
         if not spans and meta.weight_version is not None:  # SGLang before 0.5.20
             spans = ((meta.weight_version, 0, self._num_tokens),)
