@@ -165,6 +165,7 @@ class Controller:
         for command in commands:
             self._note_the_end(command, event)
             self._orders.carry_out(command, position=self._position)
+        self._orders.forget_failed(self.state.trajectories)
 
     def _note_the_end(self, command: cmd.Command, event: ev.Event) -> None:
         if isinstance(command, cmd.FinishRun):

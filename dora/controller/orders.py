@@ -7,7 +7,7 @@ begins.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -21,7 +21,7 @@ from dora.controller.inbox import Inbox
 from dora.controller.run_tasks import RunTasks
 from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.core import commands as cmd
-from dora.core.ids import TrajectoryId, VersionId
+from dora.core.ids import GroupId, TrajectoryId, VersionId
 from dora.core.phases import GroupPhase
 from dora.journal.commits import Commits
 
@@ -53,10 +53,17 @@ class Orders:
     calls: set[asyncio.Task[None]] = field(default_factory=set)  #: of environments, under way, which a stop waits for
     _takes_work: bool = True
     _trains: bool = True
+    _failed: set[GroupId] = field(default_factory=set)  #: groups, some of whose answers may still be open
 
     def carry_out(self, order: cmd.Command, *, position: int) -> None:
         """Carry out a command; `position` is the journal position after the event that led to it."""
         _CARRY_OUT[type(order)](self, order, position)
+
+    def forget_failed(self, open: Container[TrajectoryId]) -> None:
+        """Forget the failed groups without an open answer; those are all that no ForgetGroups comes for."""
+        ended = [g for g in self._failed if not any(t in open for t in self.trajectories.siblings(g))]
+        self.trajectories.forget(ended)
+        self._failed.difference_update(ended)
 
     def close(self, *, trains: bool) -> None:
         """Start no more work and, unless `trains`, send no more waves."""
@@ -129,6 +136,8 @@ class Orders:
         self.episodes.close(self.trajectories.siblings(order.group))
         if order.outcome is GroupPhase.FILTERED:  # siblings of other dropped groups may still be running
             self.trajectories.forget([order.group])
+        elif order.outcome is GroupPhase.FAILED:
+            self._failed.add(order.group)
 
     def _admit(self, order: cmd.AdmitGroup, position: int) -> None:
         self.trajectories.admit(order.group)

@@ -103,8 +103,14 @@ class Samples:
                 self._tags.pop(command.group, None)
             elif isinstance(command, cmd.DropGroup):
                 self._drop(command, self._tags.pop(command.group))
-                for trajectory in self._trajectories.siblings(command.group):
-                    self._instances.pop(trajectory, None)
+                self._forget_instances(command.group)
+            elif isinstance(command, cmd.ForgetGroups):
+                for group in command.groups:
+                    self._forget_instances(group)
+
+    def _forget_instances(self, group: GroupId) -> None:
+        for trajectory in self._trajectories.siblings(group):
+            self._instances.pop(trajectory, None)
 
     def _drop(self, order: cmd.DropGroup, version: VersionId) -> None:
         """Keep the first sibling that has tokens."""
@@ -122,7 +128,7 @@ class Samples:
         trainer has sent. A wrong adapter, or other weights, would show here first."""
         found: dict[InstanceId, list[float]] = defaultdict(list)
         for trajectory in [t for group in groups for t in group.trajectories]:
-            instance = self._instances.pop(trajectory.id, None)
+            instance = self._instances.get(trajectory.id)
             is_fresh = int(trajectory.version) == int(step)
             if is_fresh and instance is not None and trajectory.id in self._trainer_logprobs:
                 record = self._trajectories.records[trajectory.id]

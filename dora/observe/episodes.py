@@ -14,7 +14,7 @@ from typing import Annotated, Final, Protocol
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import ForkCause, TrajectoryId, Truncation
+from dora.core.ids import ForkCause, GroupId, TrajectoryId, Truncation
 from dora.observe.figures import Figure, Metric
 
 #: Metrics of the environment that are kept of a step, and that are shown in one line.
@@ -141,9 +141,13 @@ class TimedEpisodes:
 
     def __init__(self) -> None:
         self.times: dict[TrajectoryId, EpisodeTimes] = {}
+        self._dropped: list[GroupId] = []  # by the last event, whose other observers may still ask for their times
 
     def apply(self, event: ev.Event, commands: Sequence[cmd.Command], *, group_size: int) -> None:
         """Take in an event of the core with its commands."""
+        for group in self._dropped:
+            self.forget(range(group * group_size, (group + 1) * group_size))
+        self._dropped = [command.group for command in commands if isinstance(command, cmd.DropGroup)]
         if isinstance(event, ev.CallFinished | ev.GenerationFinished):
             times = self.times.get(event.trajectory)
             if times is not None and isinstance(event, ev.CallFinished):

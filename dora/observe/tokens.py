@@ -16,6 +16,7 @@ from typing import Final
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import GroupId, StepId, TrajectoryId, group_of
+from dora.core.phases import GroupPhase
 
 #: Outcome of an answer without a reward whose group was trained with its other answers.
 UNGRADED: Final = "failed: not graded"
@@ -76,7 +77,7 @@ class TokenLedger:
                 self.train(step)
         for command in commands:
             if isinstance(command, cmd.DropGroup):
-                self._end(command.group, command.why)
+                self._end(command.group, command.why, is_over=command.outcome is GroupPhase.FILTERED)
             elif isinstance(command, cmd.CommitGroup):
                 self._committed.setdefault(command.step, []).append(command.group)
             elif isinstance(command, cmd.ForgetGroups) and not self._is_replay:
@@ -86,14 +87,14 @@ class TokenLedger:
     def train(self, step: StepId) -> None:
         """Count the groups of a step as trained, once."""
         for group in self._committed.pop(step, ()):
-            self._end(group, "")
+            self._end(group, "", is_over=True)
 
     def restore(self, sampled: Mapping[TrajectoryId, int]) -> None:
         """Count the tokens of all trajectories after a replay."""
         for trajectory, num_tokens in sampled.items():
             self.append(trajectory, num_tokens)
         self._is_replay = False
-        self._outcomes = {group: outcome for group, outcome in self._outcomes.items() if outcome}
+        self._outcomes.clear()  # no request has survived
 
     @property
     def account(self) -> TokenAccount:
@@ -106,9 +107,9 @@ class TokenLedger:
             evaluation=self._evaluation,
         )
 
-    def _end(self, group: GroupId, outcome: str) -> None:
-        """Count what a group has sampled. `outcome`: "" if it was trained."""
-        if outcome or self._is_replay:
+    def _end(self, group: GroupId, outcome: str, *, is_over: bool) -> None:
+        """Count what a group has sampled. `outcome`: "" if it was trained; `is_over`: all of its answers have ended."""
+        if self._is_replay or not is_over:
             self._outcomes[group] = outcome
         for trajectory in range(group * self._group_size, (group + 1) * self._group_size):
             self._put(TrajectoryId(trajectory), outcome, self._open.pop(TrajectoryId(trajectory), 0))

@@ -48,7 +48,7 @@ from dora.core.state import State
 from dora.core.strategies import Pause, Settings, rules_of
 from dora.core.tables import Server
 from dora.engine.api import Capabilities, GenerateRequest, GenerateResult, KvUse, OnStage, OnTokens, no_stage
-from dora.engine.errors import ServerGone
+from dora.engine.errors import RequestRefused, ServerGone
 from dora.errors import RemoteError
 from dora.journal.codec import FORMAT, Epoch, Header
 from dora.journal.commits import Commits
@@ -95,6 +95,7 @@ class FakeEngines:
         self.bug: Exception | None = None
         self.used_tokens: dict[str, int] = {}  # KV by url; others hold none
         self.thaw = asyncio.Event()  # frozen answers go on
+        self.refused: set[int] = set()  # numbers of the requests that are refused for good
 
     async def generate(self, url: str, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
         if self.bug is not None:
@@ -102,6 +103,8 @@ class FakeEngines:
         await self.begin.wait()
         self.requests.append((url, request))
         self.callbacks[request.id] = on_tokens
+        if len(self.requests) - 1 in self.refused:
+            raise RequestRefused(f"{url}: too long (400)", status=400, retryable=False)
         for number in range(ANSWER_TOKENS):
             if url in self.frozen and number == ANSWER_TOKENS // 2:
                 await self._freeze(request.id)

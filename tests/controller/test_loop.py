@@ -69,6 +69,18 @@ async def test_nothing_is_left_in_memory_of_what_was_trained_or_evaluated(jobs: 
     assert job.io.trajectories.records == {}
 
 
+async def test_nothing_is_left_in_memory_of_groups_that_failed(jobs: Any) -> None:
+    """The first answers cannot be graded, and one is refused while its sibling runs."""
+    job = jobs(samples=2)
+    job.graders.failing = {*range(4)}
+    job.engines.refused = {2}
+    await job.run()
+    failed = [order for order in job.watcher.of(cmd.DropGroup) if order.outcome is GroupPhase.FAILED]
+    assert {order.reason.split(":")[0] for order in failed} == {"generation", "grading"}
+    assert job.io.trajectories.records == {}
+    assert all(group >= job.controller.state.ledger.admitted for group in job.io.trajectories.prompts)
+
+
 async def test_every_trained_token_was_in_the_token_log_before_it_was_trained(jobs: Any, tmp_path: Path) -> None:
     job = jobs()
     await job.run()

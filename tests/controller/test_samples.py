@@ -100,7 +100,9 @@ def test_each_server_is_compared_with_the_trainer_by_fresh_answers_alone(kept: K
         kept.samples.on_logprobs(TrainerLogprobs(rank=0, trajectory=TrajectoryId(trajectory), logprobs=logprobs))
     found = kept.samples.mismatches(kept.groups, step=StepId(2))
     assert found == {0: 0.0, 1: pytest.approx((math.expm1(0.1) - 0.1) / 2, rel=1e-4)}
-    assert kept.samples.mismatches(kept.groups, step=StepId(2)) == {}, "a step is trained once"
+    kept.samples.on_commands([cmd.ForgetGroups(tuple(group.id for group in kept.groups))])
+    assert kept.samples.mismatches(kept.groups, step=StepId(2)) == {}
+    assert not kept.samples._instances
 
 
 def test_only_what_the_policy_sampled_is_compared(kept: Kept) -> None:

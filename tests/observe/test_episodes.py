@@ -8,6 +8,7 @@ from dora.controller.trajectories import TrajectoryRecord
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, VersionId
+from dora.core.phases import GroupPhase
 from dora.observe.episodes import TimedEpisodes
 from tests.controller.fakes import prompt
 
@@ -64,6 +65,15 @@ def test_calls_of_an_earlier_controller_have_no_time(turns: TimedEpisodes) -> No
 
 def test_times_are_kept_until_the_group_is_forgotten(turns: TimedEpisodes) -> None:
     turns.apply(ev.StepTrained(12.0, StepId(0), ""), [cmd.ForgetGroups((GroupId(1),))], group_size=1)
+    assert list(turns.times) == [TWO]
+
+
+@pytest.mark.parametrize("outcome", [GroupPhase.FILTERED, GroupPhase.FAILED])
+def test_times_of_a_dropped_group_are_there_until_the_next_event(turns: TimedEpisodes, outcome: GroupPhase) -> None:
+    """No ForgetGroups comes for it; what describes it asks for its times at this event."""
+    turns.apply(ev.Ticked(12.0), [cmd.DropGroup(GroupId(1), outcome, "why", (0.0,))], group_size=1)
+    assert ONE in turns.times
+    turns.apply(ev.Ticked(13.0), [], group_size=1)
     assert list(turns.times) == [TWO]
 
 

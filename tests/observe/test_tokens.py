@@ -92,3 +92,11 @@ def test_tokens_that_come_after_a_group_has_failed_count_as_failed() -> None:
     ledger.note(ev.Ticked(1.0), [cmd.DropGroup(0, GroupPhase.FAILED, "generation: gone", (None, None))])
     ledger.append(TrajectoryId(1), 3)
     assert ledger.account == TokenAccount(sampled=8, dropped={"failed: generation: gone": 8})
+
+
+def test_a_filtered_group_leaves_nothing_behind(hard: Counted) -> None:
+    """All of its answers have ended, so that no token of it can arrive."""
+    dropped = [order for _, orders in hard.journal for order in orders if isinstance(order, cmd.DropGroup)]
+    outcomes = {outcome: {d.group for d in dropped if d.outcome is outcome} for outcome in GroupPhase}
+    assert outcomes[GroupPhase.FILTERED]
+    assert hard.ledger._outcomes.keys() == outcomes[GroupPhase.FAILED]
