@@ -86,6 +86,7 @@ class _Start:
     all_ready: asyncio.Event = field(default_factory=asyncio.Event)
     waves_done: Counter[int] = field(default_factory=Counter)  # by rank
     waves_emitted: int = 0
+    next_step: int = 0  # that rank 0 has not trained
     script: deque[wire.ToController] = field(default_factory=deque)  # messages of rank 0 without an event yet
     #: Reports of checkpoints without an event yet, by the first rank of their folder.
     written: dict[int, deque[wire.CheckpointWritten]] = field(default_factory=lambda: {0: deque()})
@@ -130,6 +131,7 @@ class TrainerLink:
     _restarts: asyncio.Queue[cmd.RestartTrainer] = field(default_factory=asyncio.Queue)
     _checkpoint: asyncio.Event = field(default_factory=asyncio.Event)
     _is_ending: bool = False  # the last checkpoint was requested
+    _last_step: int = 0  # that of the last checkpoint; one that is being written may come before it
 
     def __post_init__(self) -> None:
         self._start = _Start(0, self.num_ranks)
@@ -265,6 +267,8 @@ class TrainerLink:
                         self._start.script.append(message)
                     await self._emit_script()
                 case wire.StepDone() | wire.VersionWritten():
+                    if isinstance(message, wire.StepDone):
+                        self._start.next_step = message.step + 1
                     self._start.script.append(message)
                     await self._emit_script()
                 case wire.TrainerFailed():
@@ -297,7 +301,7 @@ class TrainerLink:
             never_was = not (self._start.incarnation or self._start.lost.is_set())
             return never_was  # then nothing was trained since the last checkpoint
         self._checkpoint.clear()
-        self._is_ending = True
+        self._is_ending, self._last_step = True, self._start.next_step
         for rank in range(self._start.num_ranks):
             await self.end.send(rank, wire.SaveCheckpoint())
         ends = [asyncio.create_task(event.wait()) for event in (self._checkpoint, self._start.lost)]
@@ -353,6 +357,7 @@ class TrainerLink:
         if len(steps) != 1:
             raise RunFailed(f"trainer ranks disagree on the step to resume at: {self._start.ready}")
         [step] = steps
+        self._start.next_step = step
         if self.recall is not None and self._start.incarnation:
             await self.recall(step)
         self._start.all_ready.set()
@@ -412,7 +417,8 @@ class TrainerLink:
 
     async def _emit_checkpoint(self, message: wire.CheckpointWritten, *, folder: str) -> None:
         await self.emit(ev.CheckpointSaved(self.now(), message.step, folder, message.chain))
-        self._checkpoint.set()
+        if message.step >= self._last_step:
+            self._checkpoint.set()
         is_needed = not self._is_ending and message.step < self._start.steps
         if is_needed and (reason := self.ranks.why_restart()):
             raise RemoteError(reason)

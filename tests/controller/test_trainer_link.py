@@ -306,6 +306,24 @@ async def test_a_checkpoint_is_asked_of_every_rank_and_waited_for() -> None:
         assert not await one.link.checkpoint(timeout_s=0.01)
 
 
+async def test_the_last_checkpoint_is_not_one_that_was_being_written_as_it_was_asked_for() -> None:
+    """Steps were trained since; without their checkpoint, a resume trains them again."""
+    async with linked() as one:
+        await make_ready(one, step=2)
+        for rank in range(2):
+            await one.end.hears(rank, trained(rank, 2, 0))
+        await one.end.hears(0, step_trained(2))
+        asked = asyncio.create_task(one.link.checkpoint(timeout_s=10), name="asked")
+        await one.end.has_sent(4)
+        await one.end.hears(0, checkpoint_written(2))
+        assert one.kinds()[-1] == ("CheckpointSaved", 2)
+        for _ in range(10):  # turns of the loop in which it would end
+            await asyncio.sleep(0)
+        assert not asked.done()
+        await one.end.hears(0, checkpoint_written(3))
+        assert await asked
+
+
 def of_node(rank: int) -> wire.Configure:
     """Each rank is on a node of its own."""
     return msgspec.structs.replace(CONFIGURE, checkpoints=f"/node-{rank}", ranks_here=(rank,), owns_checkpoints=True)
