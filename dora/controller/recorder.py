@@ -180,6 +180,7 @@ class Recorder:
     def on_ready(self, num_ready: int, num_ranks: int) -> None:
         """Note how many trainer ranks are ready, of how many."""
         self._facts.ranks_ready, self._facts.num_ranks = num_ready, num_ranks
+        self.observed.lanes.on_ranks(num_ranks)
 
     def on_lag(self, seconds: float) -> None:
         """Note a measurement of the event loop's lag."""

@@ -17,7 +17,8 @@ _CALLING: Final = TrajectoryPhase.CALLING  # globals: see core/tables.py
 
 #: What a rank does.
 RANK: Final = {
-    "start": "from the beginning of the run: its process starts, loads the model and joins the others",
+    "start": "from the beginning of the run, or a loss: its process starts, loads the model and joins the others; also "
+    "as long as the others train without it (`trainer.min_ranks`)",
     "packing": "takes a micro-batch apart, computes advantages, and lays out rows",
     "forward_backward": "computes; a model that is gathered layer by layer also waits for other ranks in its passes",
     "optimizer": "closes an update: clipping, the update itself, and the sums of metrics",

@@ -88,6 +88,7 @@ class Lanes:
         self._refusal, self._refusal_at = "", -1.0
         self._causes: deque[tuple[float, str]] = deque([(state.now, "start")])
         self._waves_done = [0] * num_ranks
+        self._num_present = num_ranks  # ranks that train; with trainer.min_ranks, after a loss, the first ones
         self._lines: list[bytes] = []
         self._rows: list[bytes] = []
         begins = {row.kind: row.at + row.s for row in rows}
@@ -188,6 +189,10 @@ class Lanes:
         self._stages[id] = stage
         self._look(id, at)
 
+    def on_ranks(self, num_present: int) -> None:
+        """Note how many ranks train."""
+        self._num_present = num_present
+
     def on_wave_done(self, rank: int, *, at: float) -> None:
         """Note that a rank has ended a micro-batch."""
         self._waves_done[rank] += 1
@@ -241,7 +246,8 @@ class Lanes:
         """End all spans and rows at the time of the last event."""
         now = max([self._state.now, *(lane.counted for lane in self._lanes.values())])
         for rank in range(len(self._ranks)):
-            self._place(rank, "waiting", max(now, self._ranks[rank].until))
+            activity = "waiting" if rank < self._num_present else "start"
+            self._place(rank, activity, max(now, self._ranks[rank].until))
         for id in list(self._lanes):
             self._end(id, now)
         for timeline in self._timelines.values():
@@ -335,7 +341,7 @@ class Lanes:
         if not self._ranks:
             return  # the run generates only
         cause = waiting_cause(self._state)
-        if cause == "delivery" and len({*self._waves_done}) > 1:
+        if cause == "delivery" and len({*self._waves_done[: self._num_present]}) > 1:
             cause = "slowest_rank"  # the ranks that are ahead wait for the others
         if cause != self._causes[-1][1]:
             self._causes.append((max(at, self._causes[-1][0]), cause))
@@ -352,7 +358,7 @@ class Lanes:
         return found
 
     def _forget_causes(self) -> None:
-        known = min(lane.until for lane in self._ranks)
+        known = min(lane.until for lane in self._ranks[: self._num_present])
         while len(self._causes) > 1 and self._causes[1][0] <= known:
             self._causes.popleft()
 
@@ -362,7 +368,9 @@ class Lanes:
         """Make the rows of the timeline that are complete."""
         if self._timelines["instance"].is_due(at):
             self._count_lanes(at)
-        known = {"instance": at, "rank": min((lane.until for lane in self._ranks), default=at)}
+        known = {"instance": at, "rank": min((lane.until for lane in self._ranks[: self._num_present]), default=at)}
+        for rank in range(self._num_present, len(self._ranks)):
+            self._place(rank, "start", max(self._ranks[rank].until, known["rank"]))
         for kind, timeline in self._timelines.items():
             self._rows += map(encode_line, timeline.rows(known[kind]))
 

@@ -361,3 +361,33 @@ def test_a_rank_that_is_ahead_waits_for_the_slowest(tmp_path: Path) -> None:
         (2.0, 5.0, "waiting:slowest_rank"),
         (5.0, 6.0, "waiting:delivery"),
     ]
+
+
+def test_ranks_that_are_absent_after_a_loss_do_not_hold_up_those_that_train(tmp_path: Path) -> None:
+    core, recorder = started(folder_at(tmp_path))
+    core.state.feed.open_step, core.state.feed.idle_since = 0, None  # a wave is under way
+    core.state.ledger.admitted = 1
+    for rank in range(RANKS):
+        recorder.on_rank_spans(rank, RankSpans(rank=rank, until=1.0, spans=(("start", 1.0),)))
+    recorder.apply(ev.TrainerLost(1.0, 1, "its host is gone"), [])
+    recorder.lanes.on_ranks(1)
+    for second in range(2, 1_000):
+        core.state.now = core.now = float(second)
+        recorder.on_wave_done(0)
+        spans = (("forward_backward", 0.5), ("waiting", 0.5))
+        recorder.on_rank_spans(0, RankSpans(rank=0, until=core.now, spans=spans))
+        recorder.apply(ev.Ticked(core.now), [])
+    assert len(recorder.lanes._causes) <= 2
+    assert sum(row.kind == "rank" for row in read_timeline(tmp_path / "timeline.jsonl")) > 1
+    seconds, _ = recorder.lanes.seconds()
+    assert seconds["waiting:delivery"] > 400.0
+    assert "waiting:slowest_rank" not in seconds
+    spans = (("start", 3.0), ("forward_backward", 1.0))
+    recorder.on_rank_spans(1, RankSpans(rank=1, until=999.0, spans=spans))
+    recorder.close()
+    absent = [
+        (s, e, a) for kind, lane, s, e, a, _ in read_spans(tmp_path / "spans.jsonl") if (kind, lane) == ("rank", 1)
+    ]
+    assert absent[0][2] == absent[-2][2] == "start"
+    assert all(before[1] == after[0] for before, after in pairwise(absent))
+    assert absent[-1][1] == 999.0
