@@ -174,7 +174,7 @@ class StreamAttempt:
         try:
             result = await self.engine.generate(url, request, partial(self.trajectories.append, trajectory, attempt))
             if result.was_stopped and rid in self.ids.unstopped:
-                raise ProtocolError(f"{url}: a request ended with 'abort' that nobody had asked to stop")
+                raise ProtocolError(f"{url}: stopped a request, which nobody had asked for")
         except InvalidChoices as err:
             raise RunFailed(str(err)) from err
         except ServerGone as err:
