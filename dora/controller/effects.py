@@ -168,12 +168,12 @@ class StreamAttempt:
         label = self.published.label(order.version)
         adapter = self.served.adapter(order.instance, order.version)
         routing = self.trajectories.asked_routing(record)
-        rid = self.ids.of(order)
-        request = self.sampling.request(trajectory, record, id=rid, label=label, adapter=adapter, routing=routing)
-        self.ids.unstopped.add(rid)
+        key = self.ids.of(order)
+        request = self.sampling.request(trajectory, record, id=key, label=label, adapter=adapter, routing=routing)
+        self.ids.unstopped.add(key)
         try:
             result = await self.engine.generate(url, request, partial(self.trajectories.append, trajectory, attempt))
-            if result.was_stopped and rid in self.ids.unstopped:
+            if result.was_stopped and key in self.ids.unstopped:
                 raise ProtocolError(f"{url}: stopped a request, which nobody had asked for")
         except InvalidChoices as err:
             raise RunFailed(str(err)) from err
@@ -186,7 +186,7 @@ class StreamAttempt:
             await asyncio.sleep(0.0 if is_final else FAILURE_PAUSE_S)
             return self._failed(order, record, server_gone=False, final=is_final, reason=str(err))
         finally:
-            self.ids.unstopped.discard(rid)
+            self.ids.unstopped.discard(key)
         if result.chosen is not None:
             self.trajectories.choose(
                 trajectory,
@@ -244,12 +244,12 @@ class StopAttempt:
 
     async def __call__(self, order: cmd.StopRequest) -> None:
         url = self.fleet.urls.get(order.instance)
-        rid = self.ids.of(order)
-        self.ids.unstopped.discard(rid)
+        key = self.ids.of(order)
+        self.ids.unstopped.discard(key)
         if url is None:
             return
         try:
-            await self.engine.stop(url, rid)
+            await self.engine.stop(url, key)
         except RemoteError as err:  # the request runs to its end
             log.warning("abort_failed", trajectory=order.trajectory, instance=order.instance, reason=str(err))
 
