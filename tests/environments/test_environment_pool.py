@@ -381,6 +381,19 @@ async def test_a_cancelled_wait_takes_no_place():
         await start(pool, 4)
 
 
+async def test_a_wait_that_is_cancelled_as_a_place_gets_free_takes_none():
+    async with pool_of(episodes_per_host=1) as pool:
+        await start(pool, 1)
+        waiting = asyncio.create_task(start(pool, 2))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        closing = asyncio.create_task(pool.close(1))
+        waiting.cancel()  # seen after the place is free
+        await asyncio.wait([waiting, closing])
+        assert waiting.cancelled()
+        assert pool.free == 1
+
+
 # --- starting -------------------------------------------------------------------------------------------------------
 
 
