@@ -7,7 +7,9 @@ turn, so that a session that is repeated gives the same bytes.
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
@@ -186,30 +188,47 @@ class Said:
 
     returned: Message
     recorded: Message
-    stop: tuple[str, ...] = ()  # of its request
+    stop: tuple[str, ...]  # of its request
+    before: bytes  # digest of the conversation in its request
 
 
-def said(turn: Turn, *, stop: Sequence[str]) -> Said:
+def said(turn: Turn, *, stop: Sequence[str], after: Sequence[Message]) -> Said:
     """Return what a turn becomes in a conversation. The text that is returned ends before a string of `stop`."""
     recorded = assistant_message(turn)
     text = recorded["content"]
     cuts = [at for word in stop if word and (at := text.find(word)) >= 0]
-    return Said({**recorded, "content": text[: min(cuts)] if cuts else text}, recorded, tuple(stop))
+    returned = {**recorded, "content": text[: min(cuts)] if cuts else text}
+    return Said(returned, recorded, tuple(stop), _digests(after)[-1])
 
 
 def as_recorded(messages: Sequence[Message], turns: Sequence[Said]) -> list[Message]:
     """Return a conversation in which what the agent repeats of earlier turns is as the episode has it.
 
     An agent may drop reasoning, strip spaces, end the text with a string at which the turn was to stop, or write the
-    arguments of a call in another way.
+    arguments of a call in another way. Of turns that it was told alike, the one is meant that followed the same
+    messages, or else the last.
     """
-    known = {
-        _loose({**turn.returned, "content": text + end}): turn.recorded
-        for turn in turns
-        for text in (turn.returned["content"], turn.returned["content"].strip())
-        for end in (*turn.stop, "")
-    }
-    return [known.get(_loose(message), message) if message["role"] == "assistant" else message for message in messages]
+    known: dict[tuple[Any, ...], dict[bytes, Message]] = defaultdict(dict)
+    for turn in turns:
+        for text in (turn.returned["content"], turn.returned["content"].strip()):
+            for end in (*turn.stop, ""):
+                found = known[_loose({**turn.returned, "content": text + end})]
+                found[b""] = found[turn.before] = turn.recorded
+    told = []
+    for message, before in zip(messages, _digests(messages), strict=False):
+        found = known.get(_loose(message), {}) if message["role"] == "assistant" else {}
+        told.append(found.get(before, found.get(b"", message)))
+    return told
+
+
+def _digests(messages: Sequence[Message]) -> list[bytes]:
+    """Return the digests of the first n messages, for n from 0 on."""
+    digest = hashlib.blake2b(digest_size=16)
+    found = [digest.digest()]
+    for message in messages:
+        digest.update(msgspec.json.encode(message))
+        found.append(digest.digest())
+    return found
 
 
 def _loose(message: Message) -> tuple[Any, ...]:

@@ -104,7 +104,7 @@ class Session:
         """Answer the request that was taken last."""
         exchange, self._current = self._current, None
         assert exchange is not None, "a turn that no request waits for"
-        told = said(turn, stop=exchange.asked.stop)
+        told = said(turn, stop=exchange.asked.stop, after=exchange.asked.messages)
         self._turns.append(told)
         number = f"{self.number}-{len(self._turns)}"
         if exchange.reply.done():

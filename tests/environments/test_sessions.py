@@ -15,8 +15,11 @@ import pytest
 from dora.environments import sessions
 from dora.environments.api import ToolCall, Turn
 from dora.environments.chat import MAX_STOPS, ChatRefused, read_request
+from dora.environments.episode import Episode
 from dora.environments.message_calls import read_messages
+from dora.environments.renderer import open_renderer
 from dora.environments.sessions import MAX_WAITING, Session, SessionEnded, SessionServer
+from dora.tasks.tokenizer import Tokenizer
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "2+2"}]}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -316,6 +319,29 @@ async def test_the_text_ends_before_a_stop_string_and_the_record_does_not(caller
         assert caller.session.recorded(history)[1]["content"] == "Action: add \nObservation: 5"
     other = [{"role": "assistant", "content": "Action: sub"}]
     assert caller.session.recorded(other) == other
+
+
+async def test_turns_that_were_told_alike_are_told_apart_by_what_came_before(caller: Caller, qwen3: Tokenizer) -> None:
+    renderer = open_renderer(qwen3, settings={"name": "qwen3"})
+    episode = Episode(renderer, (), max_tokens=1_000, own_prompt=True)
+    history = [{"role": "user", "content": "go"}]
+    episode.begin(history)
+    for number in range(3):
+        asking = caller.begin({"messages": history, "stop": ["Observation:"]})
+        await caller.session.next_request()
+        tokens = [*qwen3.encode(f"look\nObservation: {number}", special_tokens=False), renderer.stop_ids[0]]
+        episode.append(tokens, [0.0] * len(tokens))
+        caller.session.answer(episode.end_turn("stop"))
+        told = json.loads((await asking)[1])["choices"][0]["message"]["content"]
+        history += [{"role": "assistant", "content": told}, {"role": "user", "content": "nothing"}]
+        episode.rewrite(caller.session.recorded(history))
+    assert {message["content"] for message in history[1::2]} == {"look\n"}
+    assert not episode.forks
+    assert [message["content"][-1] for message in caller.session.recorded(history)[1::2]] == ["0", "1", "2"]
+    back = [*history[:4], {"role": "user", "content": "another"}]
+    assert [message["content"][-1] for message in caller.session.recorded(back)[1::2]] == ["0", "1"]
+    changed = [{"role": "user", "content": "a summary"}, *history[3:5]]
+    assert caller.session.recorded(changed)[1]["content"][-1] == "2"
 
 
 async def test_a_process_of_many_sessions_names_each_as_the_model(
