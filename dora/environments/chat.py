@@ -61,14 +61,18 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         asked = self.max_completion_tokens or self.max_tokens or 0
         return asked if asked <= MAX_TOKENS else 0
 
-    def left_aside(self) -> tuple[str, ...]:
-        """Return the settings that have no effect; ChatRefused for those that cannot be left aside."""
+    def left_aside(self, *, forbids_calls: bool = False) -> tuple[str, ...]:
+        """Return the settings that have no effect; ChatRefused for those that cannot be left aside.
+
+        `forbids_calls`: of tools, which stay in the prompt all the same, because it must stay that of the session.
+        """
         if self.n not in (None, 1):
             raise ChatRefused(f"n: a session samples one answer at a time, not {self.n}; repeat the request instead")
         if self.logit_bias:
             raise ChatRefused("logit_bias: would change what the policy samples")
         names = [name for name in SamplingFields.__struct_fields__ if name not in _WITH_EFFECT]
-        return tuple(name for name in names if getattr(self, name) is not None)
+        given = tuple(name for name in names if getattr(self, name) is not None)
+        return (*given, "tool_choice") if forbids_calls else given
 
 
 class _ChatBody(SamplingFields, kw_only=True):
@@ -112,15 +116,14 @@ def read_request(body: bytes) -> ChatRequest:
     messages = [_message(message) for message in asked.messages]
     if not messages or messages[-1]["role"] == "assistant":
         raise ChatRefused("messages: the last one must be one that the model can answer")
-    tools = [] if asked.tool_choice == "none" else asked.tools or []
     return ChatRequest(
         model=asked.model,
         messages=messages,
-        tools=tools,
+        tools=asked.tools or [],
         stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
         streams=bool(asked.stream),
         wants_usage=asked.stream_options is not None and asked.stream_options.include_usage,
-        left_aside=asked.left_aside(),
+        left_aside=asked.left_aside(forbids_calls=bool(asked.tools) and asked.tool_choice == "none"),
         max_tokens=asked.limit,
         wants_ids=bool(asked.return_token_ids),
     )
@@ -149,8 +152,8 @@ def _message(message: dict[str, Any]) -> Message:
         if not isinstance(message.get("tool_call_id"), str):
             raise ChatRefused("messages: a result of a tool has no tool_call_id")
         kept["tool_call_id"] = message["tool_call_id"]
-    if role == "assistant" and message.get("tool_calls"):
-        kept["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    if role == "assistant" and (calls := message.get("tool_calls")):
+        kept["tool_calls"] = [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
     if role == "assistant" and isinstance(message.get("reasoning_content"), str):
         kept["reasoning_content"] = message["reasoning_content"]
     return kept

@@ -202,6 +202,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not served"),
     "a role": ({"messages": [{"role": "critic", "content": ""}]}, "the role 'critic' is not served"),
     "no id": ({"messages": [{"role": "tool", "content": "1"}]}, "has no tool_call_id"),
+    "calls": ({"messages": [{"role": "assistant", "tool_calls": 5}, *ASK["messages"]]}, "a call without the name"),
     "several": (ASK | {"n": 2}, "n: a session samples one answer at a time, not 2"),
     "bias": (ASK | {"logit_bias": {"5": 1}}, "logit_bias: would change"),
     "a grammar": (ASK | {"response_format": {"type": "json_object"}}, "'json_object' would change"),
@@ -266,6 +267,36 @@ async def test_tools_stay_those_of_the_first_request(caller: Caller) -> None:
     caller.session.answer(Turn("4"))
     await asking
     assert error(await caller.post(ASK)) == (400, "tools: must be those of the first request of the session")
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "choice"),
+    [
+        ("/v1/chat/completions", {"messages": ASK["messages"], "tools": TOOLS}, "none"),
+        (
+            "/v1/messages",
+            {"messages": ASK["messages"], "tools": [{"name": "add", "input_schema": {}}]},
+            {"type": "none"},
+        ),
+        ("/v1/responses", {"input": "2+2", "tools": [{"type": "function", "name": "add"}]}, "none"),
+    ],
+)
+async def test_tools_stay_where_they_are_not_to_be_called(
+    server: SessionServer, caller: Caller, path: str, asked: dict[str, Any], choice: Any
+) -> None:
+    tools = []
+    for body in (asked, asked | {"tool_choice": choice}):
+        asking = asyncio.create_task(caller.post(body, path=path))
+        tools.append((await caller.session.next_request()).tools)
+        caller.session.answer(Turn("4"))
+        assert (await asking)[0] == 200
+    assert tools[0] == tools[1] != []
+    assert caller.session.counts == {"tool_choice": 1}
+    strict = Caller(server.open(is_strict=True), caller.http)
+    assert error(await strict.post(asked | {"tool_choice": choice}, path=path)) == (
+        400,
+        "tool_choice: would have no effect; sampling is that of the run",
+    )
 
 
 async def test_a_reward_ends_the_session_once(caller: Caller) -> None:
