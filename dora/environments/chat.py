@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from dora.environments.api import Message, Turn
-from dora.environments.messages import arguments_key, assistant_message
+from dora.environments.messages import arguments_key, assistant_message, has_named_function
 
 #: More tokens than this are any number.
 MAX_TOKENS: Final = 1 << 20
@@ -139,6 +139,8 @@ def _require_supported(asked: _ChatBody) -> None:
         raise ChatRefused("tool_choice: the policy decides whether it calls a tool; only auto and none are served")
     if asked.logprobs:
         raise ChatRefused("logprobs: are not in the replies of a session")
+    if not all(map(has_named_function, asked.tools or ())):
+        raise ChatRefused("tools: a function without a name")
 
 
 def _message(message: dict[str, Any]) -> Message:

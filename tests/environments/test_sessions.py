@@ -203,6 +203,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a role": ({"messages": [{"role": "critic", "content": ""}]}, "the role 'critic' is not served"),
     "no id": ({"messages": [{"role": "tool", "content": "1"}]}, "has no tool_call_id"),
     "calls": ({"messages": [{"role": "assistant", "tool_calls": 5}, *ASK["messages"]]}, "a call without the name"),
+    "a function without a name": (
+        ASK | {"tools": [{"type": "function", "function": "add"}]},
+        "tools: a function without",
+    ),
     "several": (ASK | {"n": 2}, "n: a session samples one answer at a time, not 2"),
     "bias": (ASK | {"logit_bias": {"5": 1}}, "logit_bias: would change"),
     "a grammar": (ASK | {"response_format": {"type": "json_object"}}, "'json_object' would change"),
