@@ -178,6 +178,46 @@ async def test_parallel_requests_are_handed_over_one_after_the_other(caller: Cal
     assert caller.session.counts == {"parallel requests": 2}
 
 
+async def test_equal_requests_in_parallel_are_samples_of_their_own(caller: Caller) -> None:
+    asking = [caller.begin(ASK) for _ in range(4)]
+    for number in range(4):
+        await caller.session.next_request()
+        caller.session.answer(Turn(str(number)))
+    replies = [json.loads((await task)[1]) for task in asking]
+    assert {reply["choices"][0]["message"]["content"] for reply in replies} == {"0", "1", "2", "3"}
+    assert len({reply["id"] for reply in replies}) == 4
+
+
+@pytest.mark.parametrize("retries", ["0", "1"])
+async def test_a_request_that_waits_is_sampled_once_however_often_it_is_repeated_and_not_for_nobody(
+    caller: Caller, retries: str
+) -> None:
+    counts = caller.session.counts = Counted()
+
+    async def begin(text: str, **headers: str) -> asyncio.Task[tuple[int, bytes]]:
+        counts.changed.clear()
+        asking = caller.begin({"messages": [{"role": "user", "content": text}]}, **headers)
+        await counts.changed.wait()
+        return asking
+
+    first = caller.begin(ASK)
+    await caller.session.next_request()
+    broken, forgotten = [await begin(text) for text in ("B", "C")]
+    for asking in (broken, forgotten):
+        asking.cancel()
+    await asyncio.wait([broken, forgotten])
+    again = await begin("B", **{"x-stainless-retry-count": retries})
+    last = await begin("D")
+    assert counts == {"parallel requests": 3, "retries": 1}
+    caller.session.answer(Turn("to A"))
+    for text in ("B", "D"):
+        asked = await caller.session.next_request()
+        assert asked.messages[0]["content"] == text
+        caller.session.answer(Turn(f"to {text}"))
+    replies = [json.loads((await task)[1])["choices"][0]["message"]["content"] for task in (first, again, last)]
+    assert replies == ["to A", "to B", "to D"]
+
+
 async def test_a_flood_is_bounded(caller: Caller) -> None:
     asking = [caller.begin({"messages": [{"role": "user", "content": str(n)}]}) for n in range(MAX_WAITING + 5)]
     refused = [task async for task in _done(asking, 5)]
