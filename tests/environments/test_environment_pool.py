@@ -562,6 +562,14 @@ async def answer_of_another(pool: EnvironmentPool) -> None:
     await pool.close(1_000)
 
 
+def test_losses_that_a_host_survives_are_kept_apart_also_if_they_come_by_turns():
+    host = HostProcess(EnvironmentConfig(name="a.py:A"), field="environment", on_lost=lambda _: None)
+    first, second = host.death_of(1), host.death_of(2)
+    assert host.death_of(1) is first
+    assert host.death_of(2) is second is not first
+    assert host.death_of(0) is not host.death_of(0)
+
+
 async def test_a_death_that_a_replay_makes_good_is_no_failure_and_nobody_is_blamed():
     async with pool_of("Replayed", limits=FailureLimits(row=1, budget=0)) as pool:
         await start(pool)
