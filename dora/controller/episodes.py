@@ -47,6 +47,9 @@ _Outcome = Observation | End | EnvironmentFailed | _Begun
 #: How often a lost environment is replayed for one call: the call itself may be what kills the environment.
 MAX_REPLAYS: Final = 3
 
+#: Characters or tokens of an observation that are rendered beside the event loop if there are more.
+LARGE: Final = 1 << 15
+
 #: Numbers of episodes that are begun only for their prompt. No trajectory has such a number.
 _PROMPTS: Final = count(1 << 62)
 
@@ -155,14 +158,15 @@ class Episodes:
         outcome: _Outcome | None = None
         replays = 0
         try:
-            async with asyncio.timeout(left_s) as limit:
-                outcome, replays = await self._outcome(trajectory, record)
-        except TimeoutError:
-            if not limit.expired():
-                raise
+            try:
+                async with asyncio.timeout(left_s) as limit:
+                    outcome, replays = await self._outcome(trajectory, record)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+            event = self._late(order, record) if outcome is None else await self._finished(order, record, outcome)
         finally:
             self._calling.discard(trajectory)
-        event = self._late(order, record) if outcome is None else self._finished(order, record, outcome)
         if replays:
             event = replace(event, replays=replays)
         if trajectory in self._unwanted:
@@ -298,7 +302,9 @@ class Episodes:
         ids, logprobs = episode.tokens[start:].tolist(), episode.logprobs[start:].tolist()
         return dataclasses.replace(turn, token_ids=tuple(ids), logprobs=tuple(logprobs))
 
-    def _finished(self, order: cmd.CallEnvironment, record: TrajectoryRecord, outcome: _Outcome) -> ev.CallFinished:
+    async def _finished(
+        self, order: cmd.CallEnvironment, record: TrajectoryRecord, outcome: _Outcome
+    ) -> ev.CallFinished:
         reward, graded, failed = 0.0, False, ""
         follows_turn = bool(record.tokens)
         episode, num_forks = self._open.get(order.trajectory), len(record.forks)
@@ -307,7 +313,7 @@ class Episodes:
             self._trajectories.observe(order.trajectory, order.attempt, self._open[order.trajectory].tokens)
         elif isinstance(outcome, Observation):
             reward = outcome.reward
-            failed = self._observe(order, record, outcome)
+            failed = await self._observe(order, record, outcome)
         elif isinstance(outcome, End):
             reward, graded = outcome.reward or 0.0, outcome.reward is not None
             record.terms = tuple((one_line(name), value) for name, value in outcome.terms.items()) if graded else ()
@@ -351,7 +357,7 @@ class Episodes:
             fork=fork,
         )
 
-    def _observe(self, order: cmd.CallEnvironment, record: TrajectoryRecord, outcome: Observation) -> str:
+    async def _observe(self, order: cmd.CallEnvironment, record: TrajectoryRecord, outcome: Observation) -> str:
         """Append the tokens of an observation, unless a budget ends the episode; return why it cannot go on, or ""."""
         turns = len(record.observed) + 1 - bool(record.prompt_end)
         if turns >= self._limits.max_turns:
@@ -360,7 +366,10 @@ class Episodes:
         episode = self._open[order.trajectory]
         known = len(episode.tokens)
         try:
-            append(episode, outcome)
+            if len(outcome.tokens) + sum(len(message["content"]) for message in outcome.messages) > LARGE:
+                await asyncio.to_thread(append, episode, outcome)
+            else:
+                append(episode, outcome)
         except RenderingFailed as err:
             self._pool.fail(order.trajectory, EnvironmentFailed("invalid", str(err)))
             return f"invalid: {err}"
@@ -377,13 +386,16 @@ def _is_lost(outcome: Outcome | _Begun) -> bool:
 
 
 def append(episode: Episode, outcome: Observation) -> None:
-    """Append what an environment answered to a turn."""
-    if outcome.tokens:
-        episode.continue_from(outcome.tokens)
-    elif outcome.rewrites:
-        episode.rewrite(outcome.messages)
-    else:
-        episode.observe(outcome.messages)
+    """Append what an environment answered to a turn. RenderingFailed if it cannot be used."""
+    try:
+        if outcome.tokens:
+            episode.continue_from(outcome.tokens)
+        elif outcome.rewrites:
+            episode.rewrite(outcome.messages)
+        else:
+            episode.observe(outcome.messages)
+    except RecursionError as err:
+        raise RenderingFailed("the environment's messages are nested too deeply") from err
 
 
 def _is_as_recorded(

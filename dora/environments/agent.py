@@ -351,6 +351,7 @@ async def _warm_program(command: tuple[str, ...]) -> _WarmProgram:
     async with _shared.setdefault("lock", asyncio.Lock()):
         program = _shared.get("warm")
         if not isinstance(program, _WarmProgram) or program.has_ended:
-            program = _shared["warm"] = _WarmProgram(command)
+            program = _WarmProgram(command)
             await program.start()
+            _shared["warm"] = program
     return program

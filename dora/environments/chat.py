@@ -7,7 +7,9 @@ turn, so that a session that is repeated gives the same bytes.
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
@@ -15,7 +17,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from dora.environments.api import Message, Turn
-from dora.environments.messages import arguments_key, assistant_message
+from dora.environments.messages import arguments_key, assistant_message, has_named_function
 
 #: More tokens than this are any number.
 MAX_TOKENS: Final = 1 << 20
@@ -59,14 +61,18 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         asked = self.max_completion_tokens or self.max_tokens or 0
         return asked if asked <= MAX_TOKENS else 0
 
-    def left_aside(self) -> tuple[str, ...]:
-        """Return the settings that have no effect; ChatRefused for those that cannot be left aside."""
+    def left_aside(self, *, forbids_calls: bool = False) -> tuple[str, ...]:
+        """Return the settings that have no effect; ChatRefused for those that cannot be left aside.
+
+        `forbids_calls`: of tools, which stay in the prompt all the same, because it must stay that of the session.
+        """
         if self.n not in (None, 1):
             raise ChatRefused(f"n: a session samples one answer at a time, not {self.n}; repeat the request instead")
         if self.logit_bias:
             raise ChatRefused("logit_bias: would change what the policy samples")
         names = [name for name in SamplingFields.__struct_fields__ if name not in _WITH_EFFECT]
-        return tuple(name for name in names if getattr(self, name) is not None)
+        given = tuple(name for name in names if getattr(self, name) is not None)
+        return (*given, "tool_choice") if forbids_calls else given
 
 
 class _ChatBody(SamplingFields, kw_only=True):
@@ -110,15 +116,14 @@ def read_request(body: bytes) -> ChatRequest:
     messages = [_message(message) for message in asked.messages]
     if not messages or messages[-1]["role"] == "assistant":
         raise ChatRefused("messages: the last one must be one that the model can answer")
-    tools = [] if asked.tool_choice == "none" else asked.tools or []
     return ChatRequest(
         model=asked.model,
         messages=messages,
-        tools=tools,
+        tools=asked.tools or [],
         stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
         streams=bool(asked.stream),
         wants_usage=asked.stream_options is not None and asked.stream_options.include_usage,
-        left_aside=asked.left_aside(),
+        left_aside=asked.left_aside(forbids_calls=bool(asked.tools) and asked.tool_choice == "none"),
         max_tokens=asked.limit,
         wants_ids=bool(asked.return_token_ids),
     )
@@ -134,6 +139,8 @@ def _require_supported(asked: _ChatBody) -> None:
         raise ChatRefused("tool_choice: the policy decides whether it calls a tool; only auto and none are served")
     if asked.logprobs:
         raise ChatRefused("logprobs: are not in the replies of a session")
+    if not all(map(has_named_function, asked.tools or ())):
+        raise ChatRefused("tools: a function without a name")
 
 
 def _message(message: dict[str, Any]) -> Message:
@@ -147,8 +154,8 @@ def _message(message: dict[str, Any]) -> Message:
         if not isinstance(message.get("tool_call_id"), str):
             raise ChatRefused("messages: a result of a tool has no tool_call_id")
         kept["tool_call_id"] = message["tool_call_id"]
-    if role == "assistant" and message.get("tool_calls"):
-        kept["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    if role == "assistant" and (calls := message.get("tool_calls")):
+        kept["tool_calls"] = [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
     if role == "assistant" and isinstance(message.get("reasoning_content"), str):
         kept["reasoning_content"] = message["reasoning_content"]
     return kept
@@ -186,30 +193,47 @@ class Said:
 
     returned: Message
     recorded: Message
-    stop: tuple[str, ...] = ()  # of its request
+    stop: tuple[str, ...]  # of its request
+    before: bytes  # digest of the conversation in its request
 
 
-def said(turn: Turn, *, stop: Sequence[str]) -> Said:
+def said(turn: Turn, *, stop: Sequence[str], after: Sequence[Message]) -> Said:
     """Return what a turn becomes in a conversation. The text that is returned ends before a string of `stop`."""
     recorded = assistant_message(turn)
     text = recorded["content"]
     cuts = [at for word in stop if word and (at := text.find(word)) >= 0]
-    return Said({**recorded, "content": text[: min(cuts)] if cuts else text}, recorded, tuple(stop))
+    returned = {**recorded, "content": text[: min(cuts)] if cuts else text}
+    return Said(returned, recorded, tuple(stop), _digests(after)[-1])
 
 
 def as_recorded(messages: Sequence[Message], turns: Sequence[Said]) -> list[Message]:
     """Return a conversation in which what the agent repeats of earlier turns is as the episode has it.
 
     An agent may drop reasoning, strip spaces, end the text with a string at which the turn was to stop, or write the
-    arguments of a call in another way.
+    arguments of a call in another way. Of turns that it was told alike, the one is meant that followed the same
+    messages, or else the last.
     """
-    known = {
-        _loose({**turn.returned, "content": text + end}): turn.recorded
-        for turn in turns
-        for text in (turn.returned["content"], turn.returned["content"].strip())
-        for end in (*turn.stop, "")
-    }
-    return [known.get(_loose(message), message) if message["role"] == "assistant" else message for message in messages]
+    known: dict[tuple[Any, ...], dict[bytes, Message]] = defaultdict(dict)
+    for turn in turns:
+        for text in (turn.returned["content"], turn.returned["content"].strip()):
+            for end in (*turn.stop, ""):
+                found = known[_loose({**turn.returned, "content": text + end})]
+                found[b""] = found[turn.before] = turn.recorded
+    told = []
+    for message, before in zip(messages, _digests(messages), strict=False):
+        found = known.get(_loose(message), {}) if message["role"] == "assistant" else {}
+        told.append(found.get(before, found.get(b"", message)))
+    return told
+
+
+def _digests(messages: Sequence[Message]) -> list[bytes]:
+    """Return the digests of the first n messages, for n from 0 on."""
+    digest = hashlib.blake2b(digest_size=16)
+    found = [digest.digest()]
+    for message in messages:
+        digest.update(msgspec.json.encode(message))
+        found.append(digest.digest())
+    return found
 
 
 def _loose(message: Message) -> tuple[Any, ...]:

@@ -297,6 +297,7 @@ class _Shape(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
 
 
 def conversation_of(messages: Sequence[Message], *, after: Sequence[Message] = ()) -> list[Message]:

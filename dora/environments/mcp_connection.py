@@ -57,15 +57,28 @@ class ServerFailed(Exception):
     """A server that cannot be used; the message says why."""
 
 
-def new_loss() -> int:
-    """Return the number of a loss, in this process."""
-    return next(_LOSSES)
+class Losses:
+    """The number of a server's loss, the same for all that fails until it answers again."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def number(self) -> int:
+        """Return the number of the loss, in this process."""
+        self._number = self._number or next(_LOSSES)
+        return self._number
+
+    def end(self) -> None:
+        """Note that the server answers."""
+        self._number = 0
 
 
 class Connection:
-    """A connection to the server that `settings` describe (config/schema.py), called `name` in errors."""
+    """A connection to the server that `settings` describe (config/schema.py), called `name` in errors; `losses` are
+    those of the server."""
 
-    def __init__(self, settings: Mapping[str, Any], *, name: str) -> None:
+    def __init__(self, settings: Mapping[str, Any], *, name: str, losses: Losses) -> None:
+        self._losses = losses
         self._settings = settings
         self._name = name
         #: Why it cannot be used any more; "" while it can.
@@ -75,7 +88,6 @@ class Connection:
         self._ready, self._over = asyncio.Event(), asyncio.Event()  # `_over`: closed, or lost
         self._task: asyncio.Task[None] | None = None
         self._num_unanswered = 0
-        self._loss = 0  # number of the loss since the last answer, if any
 
     async def open(self, *, timeout_s: float) -> list[Any]:
         """Connect, and return the server's tools. ServerFailed if that fails or takes longer than `timeout_s`."""
@@ -106,11 +118,11 @@ class Connection:
                 return f"error: the result has more than {MAX_MESSAGE >> 20} MiB"
             if err.code in (_LOST, types.CONNECTION_CLOSED):
                 raise self._lost_call(tool, err.message) from None
-            self._num_unanswered = self._loss = 0
+            self._answered()
             return f"error: {err.message}"
         except (anyio.ClosedResourceError, anyio.BrokenResourceError):
             raise self._lost_call(tool, "the connection is closed") from None
-        self._num_unanswered = self._loss = 0
+        self._answered()
         return as_text(result)
 
     async def close(self) -> None:
@@ -142,8 +154,12 @@ class Connection:
         self._over.set()
 
     def _lost_call(self, tool: str, why: str) -> EnvironmentLost:
-        self._loss = self._loss or new_loss()
-        return EnvironmentLost(f"{self._name} was lost in a call of {tool}: {self.lost or why}", loss=self._loss)
+        reason = f"{self._name} was lost in a call of {tool}: {self.lost or why}"
+        return EnvironmentLost(reason, loss=self._losses.number())
+
+    def _answered(self) -> None:
+        self._num_unanswered = 0
+        self._losses.end()
 
     @asynccontextmanager
     async def _stdio(self) -> AsyncIterator[tuple[Any, Any]]:

@@ -21,9 +21,10 @@ from dora.errors import ConfigError
 from dora.extras import require_extra
 
 if TYPE_CHECKING:
-    from dora.environments.mcp_connection import Connection
+    from dora.environments.mcp_connection import Connection, Losses
 
-#: Starts of a server that may fail in a row, and the wait before the second one, which doubles with each.
+#: Starts of a server that may fail in a row, and the wait before the second one, which doubles with each. Of those that
+#: are made at the same time, one counts.
 START_ATTEMPTS: Final = 6
 BACKOFF_S: Final = 1.0
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -148,11 +149,14 @@ class _Server:
         self._shared: Connection | None = None
         self._starting: asyncio.Task[Connection] | None = None
         self._num_failed = 0  # starts in a row
+        self._next_at = 0.0  # when the next one may be tried
+        self._losses: Losses | None = None
 
     async def connect(self) -> None:
         """Connect for the first time, and learn the tools. ConfigError if that fails."""
-        from dora.environments.mcp_connection import ServerFailed, require_variables
+        from dora.environments.mcp_connection import Losses, ServerFailed, require_variables
 
+        self._losses = Losses()
         require_variables(self._settings, field=self.field)
         connection = self.connection()
         try:
@@ -166,14 +170,20 @@ class _Server:
 
     def connection(self) -> Connection:
         """Return a new connection, which is not open."""
-        from dora.environments.mcp_connection import Connection
+        from dora.environments.mcp_connection import Connection, Losses
 
-        return Connection(self._settings, name=self.field)
+        assert self._losses is not None
+        is_own = self.is_per_episode and not self._settings["url"]  # a process
+        return Connection(self._settings, name=self.field, losses=Losses() if is_own else self._losses)
 
     async def open(self, connection: Connection) -> None:
-        """Open a connection. EnvironmentLost if that fails."""
-        from dora.environments.mcp_connection import ServerFailed, new_loss
+        """Open a connection, after a while if that has just failed. EnvironmentLost if it fails."""
+        from dora.environments.mcp_connection import ServerFailed
 
+        assert self._losses is not None
+        now = asyncio.get_running_loop().time
+        await asyncio.sleep(self._next_at - now())
+        num_before = self._num_failed
         try:
             listed = await connection.open(timeout_s=self._timeout_s)
             if self._selected(listed) != self.schemas:
@@ -181,13 +191,16 @@ class _Server:
                 raise ServerFailed("it now has other tools than before")
         except ServerFailed as err:
             reason = f"{self.field} cannot be started again: {err}"
-            self._num_failed += 1
+            if self._num_failed == num_before:
+                self._num_failed += 1
+                self._next_at = now() + BACKOFF_S * 2 ** (self._num_failed - 1)
             if self._num_failed >= START_ATTEMPTS:
                 sys.stderr.write(f"{reason} ({START_ATTEMPTS} attempts)\n")
                 sys.stderr.flush()
                 os._exit(1)  # the host is replaced, and says at its start what is wrong
-            raise EnvironmentLost(reason, loss=new_loss()) from None
+            raise EnvironmentLost(reason, loss=self._losses.number()) from None
         self._num_failed = 0
+        self._losses.end()
 
     async def shared(self) -> Connection:
         """Return the connection that episodes share, a new one if it is lost. EnvironmentLost if there is none."""
@@ -207,8 +220,6 @@ class _Server:
         return str(self._settings["url"] or self._settings["command"][0])
 
     async def _start(self) -> Connection:
-        if self._num_failed:
-            await asyncio.sleep(BACKOFF_S * 2 ** (self._num_failed - 1))
         if self._shared is not None:
             await self._shared.close()
         connection = self.connection()

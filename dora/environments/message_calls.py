@@ -48,11 +48,11 @@ def read_messages(body: bytes) -> ChatRequest:
     return ChatRequest(
         model=asked.model,
         messages=messages,
-        tools=[] if choice == "none" else [_tool(tool) for tool in asked.tools or ()],
+        tools=[_tool(tool) for tool in asked.tools or ()],
         stop=tuple(asked.stop_sequences or ()),
         streams=bool(asked.stream),
         wants_usage=True,
-        left_aside=asked.left_aside(),
+        left_aside=asked.left_aside(forbids_calls=bool(asked.tools) and choice == "none"),
         max_tokens=asked.limit,
         wants_ids=bool(asked.return_token_ids),
         dialect="messages",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from dora.environments.api import Turn
@@ -22,6 +23,12 @@ def assistant_message(turn: Turn) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def has_named_function(tool: Mapping[str, Any]) -> bool:
+    """Return whether the function of a tool has a name; some tools have no function."""
+    function = tool.get("function", {"name": ""})
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
 def arguments_key(arguments: object) -> str:

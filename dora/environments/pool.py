@@ -279,7 +279,8 @@ class EnvironmentPool:
             if turn.done() and not turn.cancelled():
                 self._leave(turn.result(), host=None)
             else:
-                self._waiting.remove(turn)
+                with suppress(ValueError):  # `_wake` may have passed it over already
+                    self._waiting.remove(turn)
             raise
 
     def _take(self) -> _Slot:

@@ -34,6 +34,9 @@ REPLY_BYTES = 16 << 20
 #: otherwise the host itself hangs.
 _GRACE_S = 5.0
 
+#: Losses that are kept, in which episodes may still fail.
+MAX_LOSSES = 16
+
 #: Timeout for reading a reply that is already in the pipe.
 _UNREAD_S = 0.1
 
@@ -89,8 +92,7 @@ class HostProcess:
         self.num_episodes = 0
         #: The sources and rows against which the loss of this host was counted.
         self.death = Death()
-        #: The last loss that the host survived, of a server of its tools: its number, and what it was counted against.
-        self._last_loss, self._last_death = 0, Death()
+        self._deaths: dict[int, Death] = {}  # by their number, losses that the host survived, of servers of its tools
         #: Threads that never returned, and still take memory and time.
         self.num_stuck = 0
 
@@ -133,9 +135,11 @@ class HostProcess:
     def death_of(self, loss: int) -> Death:
         """Return what a loss that the host survived was counted against; episodes that failed by it have its number, or
         0 if it has none."""
-        if not loss or loss != self._last_loss:
-            self._last_loss, self._last_death = loss, Death()
-        return self._last_death
+        if not loss:
+            return Death()
+        if loss not in self._deaths and len(self._deaths) >= MAX_LOSSES:
+            del self._deaths[next(iter(self._deaths))]
+        return self._deaths.setdefault(loss, Death())
 
     async def kill(self) -> None:
         """End the process; every pending call raises HostLost."""

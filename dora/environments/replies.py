@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from dora.environments.api import End, Message, Observation, Reset
+from dora.environments.messages import has_named_function
 from dora.errors import ProtocolError, one_line
 from dora.tasks.rewards import LARGEST_REWARD
 
@@ -90,6 +91,8 @@ def read_reply(body: bytes, *, expected: Sequence[str]) -> Reset | Observation |
             raise ProtocolError(f"invalid reply: {kind} without a message")
         for message in reply.messages:
             _check(message, roles=roles)
+    if isinstance(reply, Reset) and not all(map(has_named_function, reply.tools)):
+        raise ProtocolError("invalid reply: a tool whose function has no name")
     if isinstance(reply, Observation | End) and not abs(reply.reward or 0.0) <= LARGEST_REWARD:
         raise ProtocolError(f"invalid reply: the reward is {reply.reward}, expected a finite number of 32 bits")
     if isinstance(reply, End):

@@ -65,11 +65,11 @@ def read_responses(body: bytes) -> ChatRequest:
     return ChatRequest(
         model=asked.model,
         messages=messages,
-        tools=[] if asked.tool_choice == "none" else [_tool(tool) for tool in asked.tools or ()],
+        tools=[_tool(tool) for tool in asked.tools or ()],
         stop=(),
         streams=bool(asked.stream),
         wants_usage=True,
-        left_aside=asked.left_aside(),
+        left_aside=asked.left_aside(forbids_calls=bool(asked.tools) and asked.tool_choice == "none"),
         max_tokens=asked.limit,
         wants_ids=bool(asked.return_token_ids),
         dialect="responses",

@@ -8,9 +8,10 @@ one piece begins with spaces, so that no client gives up.
 A process that plays many episodes may use one URL and key for all its sessions, and name each as the model
 (`SessionServer.shared`).
 
-Clients repeat a request whose reply they did not get. One that repeats the last request gets the reply of that: if it
-says so (`x-stainless-retry-count`), or if the reply was not written in full. Any other is a new turn, and an equal body
-a new sample. Invariant: a request that is no such repetition is handed over once, and at most one waits for a turn.
+Clients repeat a request whose reply they did not get. One that repeats the last request, or one that still waits, gets
+the reply of that: if it says so (`x-stainless-retry-count`), or if the connection of the earlier one was closed before
+its reply was written in full. Any other is a new turn, and an equal body a new sample. Invariant: a request that is no
+such repetition is handed over once, unless its client gives up before, and at most one waits for a turn.
 """
 
 from __future__ import annotations
@@ -62,6 +63,12 @@ class _AskedAndTold:
     asked: Asked
     reply: asyncio.Future[Reply | MessageReply | ResponseReply | TokenReply]
     was_written: bool = False
+    requests: list[web.Request] = field(default_factory=list)  # the first one, and its repetitions
+
+    @property
+    def is_awaited(self) -> bool:
+        transports = [request.transport for request in self.requests]
+        return any(transport is not None and not transport.is_closing() for transport in transports)
 
 
 @dataclass(eq=False)
@@ -78,7 +85,7 @@ class Session:
     def __post_init__(self) -> None:
         self._taken: asyncio.Queue[_AskedAndTold] = asyncio.Queue()
         self._one_at_a_time = asyncio.Lock()
-        self._last: _AskedAndTold | None = None  # that was handed over
+        self._kept: list[_AskedAndTold] = []  # the last one that was handed over, and those without a reply
         self._current: _AskedAndTold | None = None  # that waits for a turn
         self._ended: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
         self._num_waiting = 0
@@ -104,7 +111,7 @@ class Session:
         """Answer the request that was taken last."""
         exchange, self._current = self._current, None
         assert exchange is not None, "a turn that no request waits for"
-        told = said(turn, stop=exchange.asked.stop)
+        told = said(turn, stop=exchange.asked.stop, after=exchange.asked.messages)
         self._turns.append(told)
         number = f"{self.number}-{len(self._turns)}"
         if exchange.reply.done():
@@ -141,17 +148,28 @@ class Session:
         exchange = self._repeated(body, request)
         if exchange is None:
             asked = read(body)
-            exchange = _AskedAndTold(body, asked, asyncio.get_running_loop().create_future())
+            self._require_allowed(asked)
+            exchange = _AskedAndTold(body, asked, asyncio.get_running_loop().create_future(), requests=[request])
             return await self._in_turn(exchange, request)
+        exchange.requests.append(request)
         self._count("retries")
         return await self._write(exchange, request)
 
     def _repeated(self, body: bytes, request: web.Request) -> _AskedAndTold | None:
-        """Return the last exchange if the request repeats it."""
-        last = self._last
-        if last is None or last.body != body:
-            return None
-        return last if request.headers.get(RETRIES, "0") != "0" or not last.was_written else None
+        """Return the exchange that the request repeats, if any."""
+        equal = [one for one in self._kept if one.body == body]
+        left = [one for one in equal if not (one.was_written or one.is_awaited)]
+        says_so = request.headers.get(RETRIES, "0") != "0"
+        return next(iter(left or (equal if says_so else [])), None)
+
+    def _require_allowed(self, asked: Asked) -> None:
+        if self.is_strict and asked.left_aside:
+            raise ChatRefused(f"{', '.join(asked.left_aside)}: would have no effect; sampling is that of the run")
+        if isinstance(asked, ChatRequest):
+            if self._tools is None:
+                self._tools = asked.tools
+            if asked.tools != self._tools:
+                raise ChatRefused("tools: must be those of the first request of the session")
 
     async def _in_turn(self, exchange: _AskedAndTold, request: web.Request) -> web.StreamResponse:
         """Hand a request over once the earlier ones are answered."""
@@ -160,8 +178,12 @@ class Session:
         self._num_waiting += 1
         if self._one_at_a_time.locked():
             self._count("parallel requests")
+        self._kept.append(exchange)
         try:
             async with self._one_at_a_time:
+                if not exchange.is_awaited:
+                    self._kept.remove(exchange)
+                    return web.Response()
                 self._hand_over(exchange)
                 return await self._write(exchange, request)
         finally:
@@ -170,17 +192,9 @@ class Session:
     def _hand_over(self, exchange: _AskedAndTold) -> None:
         if self._ended.done():
             raise ChatRefused("the session has ended", status=409)
-        asked = exchange.asked
-        if self.is_strict and asked.left_aside:
-            raise ChatRefused(f"{', '.join(asked.left_aside)}: would have no effect; sampling is that of the run")
-        if isinstance(asked, ChatRequest):
-            if self._tools is None:
-                self._tools = asked.tools
-            if asked.tools != self._tools:
-                raise ChatRefused("tools: must be those of the first request of the session")
-        for name in asked.left_aside:
+        for name in exchange.asked.left_aside:
             self._count(name)
-        self._last = exchange
+        self._kept = [one for one in self._kept if not one.reply.done()]
         self._taken.put_nowait(exchange)
 
     async def _write(self, exchange: _AskedAndTold, request: web.Request) -> web.StreamResponse:

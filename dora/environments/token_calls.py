@@ -46,6 +46,7 @@ class TokenRequest:
     stop: tuple[str, ...] = ()
     max_tokens: int = 0  # of the turn; 0: any number
     tools: tuple[()] = ()
+    messages: tuple[()] = ()
 
 
 def read_continue(body: bytes) -> TokenRequest:

@@ -361,7 +361,7 @@ def _rendered(
         source=source.name,
         text=text,
         tokens=() if skipped else tuple(tokens),
-        answer=_as_json(_as_text(answer), where=where),
+        answer=_as_text(_as_json(answer, where=where)),
         metadata=_as_json({name: value for name, value in row.items() if name not in used}, where=where),
         skipped=skipped,
         label=source.label,

@@ -134,6 +134,18 @@ async def test_a_warm_program_serves_many_episodes_and_is_replaced_when_it_ends(
         await agent.close()
 
 
+async def test_a_warm_program_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
+    command = tmp_path / "program"
+    early, later = (Agent([str(command), SCRIPT, "warm"], warm=True) for _ in range(2))
+    with pytest.raises(AgentFailed, match=r"cannot be started: No such file or directory$"):
+        await early.reset(ROW)
+    command.symlink_to(sys.executable)
+    await later.reset(ROW)
+    assert await later.step(Turn("4")) == End(reward=1.0)
+    for agent in (early, later):
+        await agent.close()
+
+
 @pytest.mark.parametrize("command", ["agent.py", [], [1], None])
 def test_a_command_is_a_list_of_texts(command: Any) -> None:
     with pytest.raises(ValueError, match=r"^command must be a list of texts"):

@@ -381,6 +381,19 @@ async def test_a_cancelled_wait_takes_no_place():
         await start(pool, 4)
 
 
+async def test_a_wait_that_is_cancelled_as_a_place_gets_free_takes_none():
+    async with pool_of(episodes_per_host=1) as pool:
+        await start(pool, 1)
+        waiting = asyncio.create_task(start(pool, 2))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        closing = asyncio.create_task(pool.close(1))
+        waiting.cancel()  # seen after the place is free
+        await asyncio.wait([waiting, closing])
+        assert waiting.cancelled()
+        assert pool.free == 1
+
+
 # --- starting -------------------------------------------------------------------------------------------------------
 
 
@@ -547,6 +560,14 @@ async def answer_of_another(pool: EnvironmentPool) -> None:
     await start(pool, 1_000)
     await answer(pool, "turns", 1_000)
     await pool.close(1_000)
+
+
+def test_losses_that_a_host_survives_are_kept_apart_also_if_they_come_by_turns():
+    host = HostProcess(EnvironmentConfig(name="a.py:A"), field="environment", on_lost=lambda _: None)
+    first, second = host.death_of(1), host.death_of(2)
+    assert host.death_of(1) is first
+    assert host.death_of(2) is second is not first
+    assert host.death_of(0) is not host.death_of(0)
 
 
 async def test_a_death_that_a_replay_makes_good_is_no_failure_and_nobody_is_blamed():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from array import array
 from collections.abc import Sequence
 from itertools import count
@@ -12,14 +13,16 @@ from typing import Any
 import pytest
 
 from dora.config.schema import EnvironmentConfig
-from dora.controller.episodes import MAX_REPLAYS, Conversations, EpisodeLimits, Episodes
+from dora.controller.episodes import MAX_REPLAYS, Conversations, EpisodeLimits, Episodes, append
 from dora.controller.trajectories import Trajectories
 from dora.core.commands import CallEnvironment
 from dora.core.events import CallFinished
 from dora.core.ids import GroupId, TrajectoryId
+from dora.environments.api import Observation
+from dora.environments.episode import Episode
 from dora.environments.failures import NORMAL, FailureLimits
 from dora.environments.pool import EnvironmentPool
-from dora.environments.renderer import open_renderer
+from dora.environments.renderer import Renderer, RenderingFailed, open_renderer
 from dora.errors import RunFailed
 from dora.tasks.prompts import Prompt
 from dora.tasks.tokenizer import Tokenizer
@@ -185,6 +188,45 @@ async def test_a_prompt_that_cannot_be_rendered_is_a_failure_of_the_environment(
         said = [(await asyncio.to_thread(converse, row, "s", "row 1")).failed for _ in range(3)]
         assert said[0] == said[1]
         assert said[2] == f"the environment failed: row 1 is set aside; it failed: {said[0]}"
+
+
+async def test_what_is_no_message_or_no_tool_is_invalid(qwen3: Tokenizer, row: dict[str, str]) -> None:
+    async with pool_of() as pool:
+        played = await Played(qwen3, row).begin(pool)
+        assert (await played.turn("odd_message")).failed.startswith("invalid: the environment's messages are not")
+        converse = Conversations(pool, played.renderer)
+        failed = (await asyncio.to_thread(converse, {"reset": "odd_tool"}, "s", "row 2")).failed
+        assert failed == "the environment failed: invalid reply: a tool whose function has no name"
+        assert pool.free == 256
+
+
+def test_messages_that_are_nested_too_deeply_cannot_be_rendered(qwen3: Tokenizer) -> None:
+    arguments: dict[str, Any] = {}
+    for _ in range(100_000):
+        arguments = {"a": arguments}
+    ask = {"role": "user", "content": "go on"}
+    calls = [{"id": "c", "function": {"name": "f", "arguments": arguments}}]
+    episode = Episode(open_renderer(qwen3, settings={"name": "qwen3"}), [ask], max_tokens=100)
+    with pytest.raises(RenderingFailed, match="nested too deeply"):
+        append(episode, Observation([ask, {"role": "assistant", "tool_calls": calls}, ask], rewrites=True))
+
+
+async def test_a_large_observation_is_rendered_beside_the_loop(
+    qwen3: Tokenizer, row: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bridge, threads = Renderer.bridge, []
+
+    def noted(*given: Any, **named: Any) -> Any:
+        threads.append(threading.current_thread())
+        return bridge(*given, **named)
+
+    monkeypatch.setattr(Renderer, "bridge", noted)
+    async with pool_of(output_bytes=1_000_000) as pool:
+        played = await Played(qwen3, row).begin(pool)
+        threads.clear()
+        assert (await played.turn("turns")).truncated == ""
+        assert (await played.turn("long")).truncated == "tokens"
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 async def test_an_environment_that_is_not_the_one_that_was_recorded_is_a_failure_of_its_row(

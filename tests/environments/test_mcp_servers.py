@@ -194,14 +194,33 @@ async def test_a_server_lost_in_a_call_fails_its_callers_and_no_others_and_is_st
         assert int(await one(hosts, "pid", 1)) != lost
 
 
-async def test_many_calls_that_one_loss_fails_count_as_one():
-    async with pool({"command": SERVER, "tools": ["hang", "pid"]}) as hosts:
-        for episode in range(60):
+@pytest.mark.parametrize(("is_remote", "number"), [(False, 59), (True, 5)])
+async def test_many_calls_that_one_loss_fails_count_as_one(url, is_remote, number):
+    where = {"url": url, "token": "WANTED_TOKEN", "per_episode": True} if is_remote else {"command": SERVER}
+    async with pool({**where, "tools": ["hang", "pid"]}) as hosts:
+        for episode in range(number + 1):
             await begin(hosts, episode)
-        calls = [asyncio.create_task(one(hosts, "hang", episode)) for episode in range(59)]
-        os.kill(int(await one(hosts, "pid", 59)), signal.SIGKILL)
-        assert {(await call).cause for call in calls} == {"host"}  # more than half of the last hundred episodes
-        assert isinstance(await begin(hosts, 0), Reset)
+        calls = [asyncio.create_task(one(hosts, "hang", episode)) for episode in range(number)]
+        os.kill(int(await one(hosts, "pid", number)), signal.SIGKILL)
+        assert {(await call).cause for call in calls} == {"host"}  # 59: more than half of the last hundred episodes
+        assert sum(map(bool, hosts._failures._endings["s"])) == 1
+        again = await hosts.start(0, {"prompt": "p"}, source="s", name="row 0")
+        assert isinstance(again, EnvironmentFailed if is_remote else Reset)
+
+
+async def test_starts_that_fail_at_the_same_time_count_as_one_and_the_host_goes_on(tmp_path):
+    gone = tmp_path / "gone"
+    script = f"import os, sys; os.path.exists({str(gone)!r}) and sys.exit(3); os.execv(sys.argv[1], sys.argv[1:])"
+    async with pool({"command": [sys.executable, "-S", "-c", script, *SERVER], "per_episode": True}) as hosts:
+        await begin(hosts, 100)
+        gone.touch()
+        starts = [hosts.start(episode, {"prompt": "p"}, source="s", name=f"row {episode}") for episode in range(8)]
+        failed = EnvironmentFailed("host", "environment.mcp.0 cannot be started again: ended with exit code 3")
+        assert await asyncio.gather(*starts) == [failed] * 8
+        assert sum(map(bool, hosts._failures._endings["s"])) == 1
+        gone.unlink()
+        await begin(hosts, 0)
+        assert await one(hosts, "echo", 100, text="a") == "a"
 
 
 async def test_a_call_without_an_answer_fails_its_episode_alone():

@@ -15,8 +15,11 @@ import pytest
 from dora.environments import sessions
 from dora.environments.api import ToolCall, Turn
 from dora.environments.chat import MAX_STOPS, ChatRefused, read_request
+from dora.environments.episode import Episode
 from dora.environments.message_calls import read_messages
+from dora.environments.renderer import open_renderer
 from dora.environments.sessions import MAX_WAITING, Session, SessionEnded, SessionServer
+from dora.tasks.tokenizer import Tokenizer
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "2+2"}]}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -175,6 +178,46 @@ async def test_parallel_requests_are_handed_over_one_after_the_other(caller: Cal
     assert caller.session.counts == {"parallel requests": 2}
 
 
+async def test_equal_requests_in_parallel_are_samples_of_their_own(caller: Caller) -> None:
+    asking = [caller.begin(ASK) for _ in range(4)]
+    for number in range(4):
+        await caller.session.next_request()
+        caller.session.answer(Turn(str(number)))
+    replies = [json.loads((await task)[1]) for task in asking]
+    assert {reply["choices"][0]["message"]["content"] for reply in replies} == {"0", "1", "2", "3"}
+    assert len({reply["id"] for reply in replies}) == 4
+
+
+@pytest.mark.parametrize("retries", ["0", "1"])
+async def test_a_request_that_waits_is_sampled_once_however_often_it_is_repeated_and_not_for_nobody(
+    caller: Caller, retries: str
+) -> None:
+    counts = caller.session.counts = Counted()
+
+    async def begin(text: str, **headers: str) -> asyncio.Task[tuple[int, bytes]]:
+        counts.changed.clear()
+        asking = caller.begin({"messages": [{"role": "user", "content": text}]}, **headers)
+        await counts.changed.wait()
+        return asking
+
+    first = caller.begin(ASK)
+    await caller.session.next_request()
+    broken, forgotten = [await begin(text) for text in ("B", "C")]
+    for asking in (broken, forgotten):
+        asking.cancel()
+    await asyncio.wait([broken, forgotten])
+    again = await begin("B", **{"x-stainless-retry-count": retries})
+    last = await begin("D")
+    assert counts == {"parallel requests": 3, "retries": 1}
+    caller.session.answer(Turn("to A"))
+    for text in ("B", "D"):
+        asked = await caller.session.next_request()
+        assert asked.messages[0]["content"] == text
+        caller.session.answer(Turn(f"to {text}"))
+    replies = [json.loads((await task)[1])["choices"][0]["message"]["content"] for task in (first, again, last)]
+    assert replies == ["to A", "to B", "to D"]
+
+
 async def test_a_flood_is_bounded(caller: Caller) -> None:
     asking = [caller.begin({"messages": [{"role": "user", "content": str(n)}]}) for n in range(MAX_WAITING + 5)]
     refused = [task async for task in _done(asking, 5)]
@@ -199,6 +242,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not served"),
     "a role": ({"messages": [{"role": "critic", "content": ""}]}, "the role 'critic' is not served"),
     "no id": ({"messages": [{"role": "tool", "content": "1"}]}, "has no tool_call_id"),
+    "calls": ({"messages": [{"role": "assistant", "tool_calls": 5}, *ASK["messages"]]}, "a call without the name"),
+    "a function without a name": (
+        ASK | {"tools": [{"type": "function", "function": "add"}]},
+        "tools: a function without",
+    ),
     "several": (ASK | {"n": 2}, "n: a session samples one answer at a time, not 2"),
     "bias": (ASK | {"logit_bias": {"5": 1}}, "logit_bias: would change"),
     "a grammar": (ASK | {"response_format": {"type": "json_object"}}, "'json_object' would change"),
@@ -265,6 +313,36 @@ async def test_tools_stay_those_of_the_first_request(caller: Caller) -> None:
     assert error(await caller.post(ASK)) == (400, "tools: must be those of the first request of the session")
 
 
+@pytest.mark.parametrize(
+    ("path", "asked", "choice"),
+    [
+        ("/v1/chat/completions", {"messages": ASK["messages"], "tools": TOOLS}, "none"),
+        (
+            "/v1/messages",
+            {"messages": ASK["messages"], "tools": [{"name": "add", "input_schema": {}}]},
+            {"type": "none"},
+        ),
+        ("/v1/responses", {"input": "2+2", "tools": [{"type": "function", "name": "add"}]}, "none"),
+    ],
+)
+async def test_tools_stay_where_they_are_not_to_be_called(
+    server: SessionServer, caller: Caller, path: str, asked: dict[str, Any], choice: Any
+) -> None:
+    tools = []
+    for body in (asked, asked | {"tool_choice": choice}):
+        asking = asyncio.create_task(caller.post(body, path=path))
+        tools.append((await caller.session.next_request()).tools)
+        caller.session.answer(Turn("4"))
+        assert (await asking)[0] == 200
+    assert tools[0] == tools[1] != []
+    assert caller.session.counts == {"tool_choice": 1}
+    strict = Caller(server.open(is_strict=True), caller.http)
+    assert error(await strict.post(asked | {"tool_choice": choice}, path=path)) == (
+        400,
+        "tool_choice: would have no effect; sampling is that of the run",
+    )
+
+
 async def test_a_reward_ends_the_session_once(caller: Caller) -> None:
     for body in (b"{", b"[]", b"{}", b'{"reward": "1"}', b'{"reward": NaN}', b'{"reward": true}', b'{"reward": 1e999}'):
         assert error(await caller.post(body, path="/reward")) == (400, 'the body must be {"reward": NUMBER}')
@@ -316,6 +394,29 @@ async def test_the_text_ends_before_a_stop_string_and_the_record_does_not(caller
         assert caller.session.recorded(history)[1]["content"] == "Action: add \nObservation: 5"
     other = [{"role": "assistant", "content": "Action: sub"}]
     assert caller.session.recorded(other) == other
+
+
+async def test_turns_that_were_told_alike_are_told_apart_by_what_came_before(caller: Caller, qwen3: Tokenizer) -> None:
+    renderer = open_renderer(qwen3, settings={"name": "qwen3"})
+    episode = Episode(renderer, (), max_tokens=1_000, own_prompt=True)
+    history = [{"role": "user", "content": "go"}]
+    episode.begin(history)
+    for number in range(3):
+        asking = caller.begin({"messages": history, "stop": ["Observation:"]})
+        await caller.session.next_request()
+        tokens = [*qwen3.encode(f"look\nObservation: {number}", special_tokens=False), renderer.stop_ids[0]]
+        episode.append(tokens, [0.0] * len(tokens))
+        caller.session.answer(episode.end_turn("stop"))
+        told = json.loads((await asking)[1])["choices"][0]["message"]["content"]
+        history += [{"role": "assistant", "content": told}, {"role": "user", "content": "nothing"}]
+        episode.rewrite(caller.session.recorded(history))
+    assert {message["content"] for message in history[1::2]} == {"look\n"}
+    assert not episode.forks
+    assert [message["content"][-1] for message in caller.session.recorded(history)[1::2]] == ["0", "1", "2"]
+    back = [*history[:4], {"role": "user", "content": "another"}]
+    assert [message["content"][-1] for message in caller.session.recorded(back)[1::2]] == ["0", "1"]
+    changed = [{"role": "user", "content": "a summary"}, *history[3:5]]
+    assert caller.session.recorded(changed)[1]["content"][-1] == "2"
 
 
 async def test_a_process_of_many_sessions_names_each_as_the_model(

@@ -151,6 +151,18 @@ def impossible(world):
     return Observation([*messages, {"role": "user", "content": "c"}], rewrites=True)
 
 
+def odd_message(world):
+    return Observation([{"role": "user", "content": "a", "tool_call_id": []}])
+
+
+def long(world):
+    return says("word " * 10_000)
+
+
+def odd_tool(world):
+    return Reset([{"role": "user", "content": "a"}], tools=[{"type": "function", "function": "look_up"}])
+
+
 def impossible_prompt(world):
     return Reset([{"role": "assistant", "content": "I begin"}])
 

@@ -91,6 +91,23 @@ def test_a_parquet_row_that_python_has_no_value_for_is_skipped(tokenizer: Tokeni
     assert stream.at(4).tokens  # type: ignore[union-attr]
 
 
+def test_an_answer_that_json_cannot_hold_is_a_row_that_cannot_be_read(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "answers.py"
+    module.write_text(
+        "def given(number):\n"
+        "    return [{'prompt': 'x', 'answer': 2j}, *({'prompt': 'x', 'answer': {1: 2}} for _ in range(number))]\n"
+    )
+    source = SourceConfig(kind="function", name=f"{module}:given", options={"number": 199})
+    stream = opened(source, tokenizer, shuffle=False)
+    found = [stream.at(position) for position in range(2)]
+    assert [prompt.is_readable for prompt in found] == [False, True]  # type: ignore[union-attr]
+    assert found[1].answer == '{"1":2}'  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"given row 0: a column cannot be passed to the rewards \(.*complex"):
+        opened(source.model_copy(update={"options": {"number": 9}}), tokenizer)
+
+
 def test_held_out_rows_that_cannot_be_read_are_left_out(tokenizer: Tokenizer, tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", [BAD["no JSON"], *GOOD])
     found = open_eval_prompts(EvalSetConfig(source=source), task=TaskConfig(), tokenizer=tokenizer, seed=0)
