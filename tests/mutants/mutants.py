@@ -674,9 +674,27 @@ _LINEAGE: Final = (
         "tests/journal/test_deep.py",
         (
             "a-deep-check-of-nothing-is-ok",
-            "        return bool(self.checks) and not self.violations",
+            "        return self.has_confirmed and not self.violations",
             "        return not self.violations",
             "test_a_check_that_compared_nothing_is_not_ok_and_says_why",
+        ),
+        (
+            "a-deep-check-sees-only-the-next-version",
+            "for n in (version - 1, version + 1) if n >= 0}",
+            "for n in (version + 1,) if n >= 0}",
+            "test_trajectories_sampled_by_a_neighbor_are_flagged_and_only_they",
+        ),
+        (
+            "a-deep-check-takes-a-random-walk-for-evidence",
+            "needed=max(DECISIVE, DEVIATIONS * walk)",
+            "needed=DECISIVE",
+            "test_a_neighbor_that_only_rounds_anew_is_not_told_apart",
+        ),
+        (
+            "a-deep-check-ignores-who-continued-an-answer",
+            "any(n.foreign or n.evidence <= -n.needed for n in self.neighbors)",
+            "any(n.evidence <= -n.needed for n in self.neighbors)",
+            "test_one_answer_among_many_that_a_neighbor_continued_is_named_with_its_tokens",
         ),
     ),
     *of(
