@@ -25,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from dora.errors import ConfigError  # noqa: E402
 from learning import cells, document, fleets  # noqa: E402
 from learning.live import live  # noqa: E402
+from learning.stats import T  # noqa: E402
 from learning.sweep import sweep  # noqa: E402
 
 
@@ -37,7 +38,7 @@ def main() -> None:
     of_fleets.add_argument("--fleets", nargs="+", choices=fleets.FLEETS, default=[*fleets.FLEETS])
     of_fleets.add_argument("--processes", type=int, default=os.cpu_count())
     of_live = commands.add_parser("live", help="whole runs; nothing else may run meanwhile")
-    of_live.add_argument("--seeds", type=int, default=cells.SEEDS)
+    of_live.add_argument("--seeds", type=int, choices=range(1, max(T) + 2), default=cells.SEEDS)
     commands.add_parser("render", help="write docs/LEARNING.md")
     options = parser.parse_args()
     try:

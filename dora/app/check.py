@@ -103,8 +103,8 @@ async def check(config: Config, report: Report, *, push: bool = False, measure: 
         )
     if measure is not None and measure.num_prompts and config.environment.name:
         raise ConfigError(
-            "--sample: would sample single answers, but the run plays whole episodes (environment.name); --from RUN "
-            "takes the lengths of a finished run"
+            "--sample: would sample single answers, but the run plays whole episodes (environment.name); omit it, "
+            "and add [tools] to the measured workload"
         )
     config, missing = await look(config)
     for one in missing:

@@ -113,7 +113,7 @@ class Objective:
         estimator = self.settings.kl_estimator
         divergence_P = {"k1": -d_P, "k2": 0.5 * d_P.square()}.get(estimator, k3_P)
         if estimator == "k3_weighted":
-            divergence_P = divergence_P * log_ratio_of(tokens, "k").exp()
+            divergence_P = divergence_P * log_ratio(tokens.current_P, tokens.behavior_P).exp()
         return loss_P + self.settings.kl_coefficient * divergence_P
 
     def _with_entropy(self, tokens: Tokens, loss_P: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ class ObjectiveConfig(Section):
     """Branch, tag or commit of `kl_reference`, as `model.revision` is of `model.path`."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] = "k3"
     """Per token, with d = log reference - log π: `k1`: -d; `k2`: d²/2; `k3`: e^d - d - 1; `k3_weighted`: `k3` times
-    k = π/μ, without gradient, which makes it unbiased off-policy."""
+    k = π/μ, whose gradient is on average that of KL(π, reference), also off-policy."""
     entropy_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
     """Coefficient of the entropy of softmax(logits / temperature), which is maximized."""
 

@@ -131,8 +131,13 @@ class _Reader:
                 record.prompts.update((event.first + i, n) for i, n in enumerate(event.num_prompt_tokens))
             case ev.InstanceUp():
                 record.servers[event.instance] = event
-            case ev.GenerationFinished() | ev.GenerationStopped() | ev.GenerationFailed() | ev.CallStarted():
+            case ev.GenerationFinished() | ev.GenerationStopped() | ev.GenerationFailed():
                 self._end_request(event)
+            case ev.CallStarted():
+                raise ConfigError(
+                    "--from: the run's answers have turns of an environment, which are not measured; use a workload "
+                    "with [tools]"
+                )
             case ev.InstanceLost():
                 for id in [t for t, (order, *_) in self._running.items() if order.instance == event.instance]:
                     del self._running[id]
@@ -156,9 +161,7 @@ class _Reader:
             case _:
                 pass
 
-    def _end_request(
-        self, event: ev.GenerationFinished | ev.GenerationStopped | ev.GenerationFailed | ev.CallStarted
-    ) -> None:
+    def _end_request(self, event: ev.GenerationFinished | ev.GenerationStopped | ev.GenerationFailed) -> None:
         if event.trajectory not in self._running or self._running[event.trajectory][0].attempt != event.attempt:
             return
         order, since, integral, read = self._running.pop(event.trajectory)

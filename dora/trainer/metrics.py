@@ -1,8 +1,9 @@
 """The metrics of a step: sums over micro-batches, one reduction over ranks, and names with unit and formula.
 
 Invariant: until the step is closed everything is a sum, a maximum or a count per bin over trained tokens or
-trajectories. Division comes last, so that neither packing nor the number of ranks changes a metric. Sums that an update
-needs are kept separately: they are reduced and set to zero when the update closes.
+trajectories. Division comes last, so that neither packing nor the number of ranks changes a metric, apart from the
+shares of computed positions. Sums that an update needs are kept separately: they are reduced and set to zero when the
+update closes.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ class StepSums:
         self._measured: tuple[str, ...] = ()  # the MARKS that the objective measures; equal on all ranks, in all passes
         self._update_sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         self.step_tokens = 0
-        self.padding = 0  # positions without a token
+        self.positions = 0  # that forward passes computed
+        self.padding = 0  # of these, positions without a token
         self.busy_s = 0.0
 
     @torch.no_grad()
@@ -137,20 +139,21 @@ class StepSums:
 
     def reduce(self) -> ReducedSums:
         """Return the sums of the step over all ranks; a collective."""
-        extra = torch.tensor([self.step_tokens, self.padding, self.busy_s], dtype=torch.float64)
+        extra = torch.tensor([self.step_tokens, self.positions, self.padding, self.busy_s], dtype=torch.float64)
         parts = [extra.to(self._sums.device), self._sums.flatten(), self._bins.flatten()]
         flat = torch.cat(parts)
         dist.all_reduce(flat)
         flat /= self._ranks_per_batch
         dist.all_reduce(self._extremes, op=dist.ReduceOp.MAX)
         extra, sums, bins = flat.cpu().split([part.numel() for part in parts])
-        step_tokens, padding, busy_s = extra.tolist()
+        step_tokens, positions, padding, busy_s = extra.tolist()
         return ReducedSums(
             sums.view_as(self._sums),
             extremes=self._extremes.cpu(),
             bins=bins.view_as(self._bins),
             measured=self._measured,
             step_tokens=step_tokens,
+            positions=positions,
             padding=padding,
             busy_s=busy_s * self._ranks_per_batch / dist.get_world_size(),
         )
@@ -167,6 +170,7 @@ class ReducedSums:
         bins: Tensor,
         measured: tuple[str, ...],
         step_tokens: float,
+        positions: float,
         padding: float,
         busy_s: float,
     ) -> None:
@@ -175,19 +179,19 @@ class ReducedSums:
         self._bins = bins
         self._measured = [name for name in MEASURED if name in measured]
         self._step_tokens = step_tokens
+        self._positions = max(positions, 1.0)
         self._padding = padding
         self._busy_s = busy_s
 
     def metrics(self, *, denominator: float, **whole: float) -> dict[str, float]:
         """Return all metrics; the arguments are the metrics of WHOLE that the caller computed."""
-        computed = max(self._step_tokens + self._padding, 1.0)
         result = {
             "denominator": denominator,
             "loss": float(self._column("loss").sum()) / (denominator or 1.0),
             "nonfinite_count": float(self._column("nonfinite").sum()),
             "step_tokens": self._step_tokens,
-            "useful_frac": float(self._column("tokens").sum()) / computed,
-            "padding_frac": self._padding / computed,
+            "useful_frac": float(self._column("tokens").sum()) / self._positions,
+            "padding_frac": self._padding / self._positions,
             "busy_s": self._busy_s,
             **whole,
         }

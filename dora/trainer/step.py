@@ -271,7 +271,9 @@ class Trainer:
                 self._await_ranks()
             loss.backward()
         self._sums.add_tokens(tokens, terms)
-        self._sums.padding += row.num_padding
+        if members:
+            self._sums.positions += row.tokens_BT.numel()
+            self._sums.padding += row.num_padding
         if self._probe is not None and batch.update == 0:
             self._probe.add(batch, members, current_P, targets.behavior_P, experts=experts)
         if self._settings.sends_logprobs and 0 in members and self._rank % self._layout.ranks == 0:

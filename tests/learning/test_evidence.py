@@ -105,6 +105,15 @@ def test_an_interval_is_that_of_student() -> None:
     assert not paired({0: 0.5}, {0: 0.4}).is_shown
 
 
+def test_more_seeds_than_the_table_of_student_has_are_refused() -> None:
+    assert math.isfinite(interval([*range(10)]).half)
+    for seeds, code in (("10", 0), ("11", 2)):
+        asked = [sys.executable, "bench/learning", "live", "--seeds", seeds, "--help"]  # options are read in order
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == code, done.stderr
+    assert "argument --seeds: invalid choice: 11" in done.stderr
+
+
 def test_two_equal_differences_show_nothing() -> None:
     """Shares of few prompts are often equal by chance."""
     found = paired({0: 0.5, 1: 0.7}, {0: 0.4, 1: 0.6})

@@ -129,6 +129,28 @@ def test_sequence_weights_that_are_not_truncated_are_unbiased():
     assert (gradient_with(1.0) - expected).abs().max() > 1e-2
 
 
+def test_the_weighted_k3_has_the_gradient_of_the_divergence_whoever_sampled():
+    """One token of four, sampled by a stale policy: all four, weighed by their probability."""
+    current = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64).log().requires_grad_()
+    stale_P, reference_P = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]], dtype=torch.float64).log()
+    current_P = current.log_softmax(-1)
+    exact = (current_P.exp() * (current_P - reference_P)).sum()
+    tokens = tokens_of(current_P, advantage=0.0, lengths=[1] * 4, behavior_P=stale_P, reference_P=reference_P)
+
+    def expected_with(estimator):
+        loss_P = objective_of(kl_coefficient=1.0, kl_estimator=estimator)(tokens).loss_P
+        return (loss_P * stale_P.exp()).sum()
+
+    (gradient,) = torch.autograd.grad(exact, current, retain_graph=True)
+    weighted = expected_with("k3_weighted")
+    torch.testing.assert_close(weighted, exact, rtol=0, atol=1e-10)
+    (found,) = torch.autograd.grad(weighted, current, retain_graph=True)
+    torch.testing.assert_close(found, gradient, rtol=0, atol=1e-10)
+    for biased in ("k1", "k2", "k3"):
+        (found,) = torch.autograd.grad(expected_with(biased), current, retain_graph=True)
+        assert (found - gradient).abs().max() > 1e-2, biased
+
+
 @pytest.mark.parametrize(("staleness", "progress", "alpha"), [(3, 0.0, 1), (0, 0.5, 0), (0, 0.0, 1), (1, 0.5, 2 / 3)])
 def test_the_approximate_proximal_policy_is_between_the_behavior_and_the_current_policy(staleness, progress, alpha):
     tokens = tokens_of(CURRENT, advantage=1.2, staleness_n=torch.tensor([staleness]), progress=progress)

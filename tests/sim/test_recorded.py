@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.decode_time import DecodeTime
 from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.strategies import Settings
 from dora.errors import ConfigError
 from dora.journal.codec import FORMAT, Header
 from dora.journal.run_folder import RunFolder
@@ -30,14 +32,18 @@ def record(one: Workload, parent: Path, *, steps: int | None = None) -> tuple[Ru
     if steps is not None:
         ends = [i for i, (event, _) in enumerate(journal) if isinstance(event, ev.StepTrained)]
         journal = journal[: ends[steps]]
+    return write(journal, world.settings, parent), result
+
+
+def write(journal: Iterable[tuple[ev.Event, Sequence[cmd.Command]]], settings: Settings, parent: Path) -> RunFolder:
     folder = RunFolder.create(parent, name="recorded")
     folder.config.write_text("")
     writer = JournalWriter(folder.journal)
-    writer.append(Header(FORMAT, folder.run_id, "2026-01-01T00:00:00Z", "0", world.settings))
+    writer.append(Header(FORMAT, folder.run_id, "2026-01-01T00:00:00Z", "0", settings))
     for event, orders in journal:
         writer.handled(event, orders)
     writer.close()
-    return folder, result
+    return folder
 
 
 @pytest.mark.parametrize(("strategy", "k"), [("dora", 2), ("periodic", 0), ("one_step_off", 1)])
@@ -122,4 +128,12 @@ def test_a_fit_has_no_negative_time() -> None:
 def test_a_run_that_trained_too_little_cannot_be_simulated(tmp_path: Path) -> None:
     folder, _ = record(workload(), tmp_path, steps=1)
     with pytest.raises(ConfigError, match="has trained 1 steps"):
+        read_run(folder.root)
+
+
+@pytest.mark.parametrize("ends", [0.0, 0.3])
+def test_a_run_with_an_environment_is_refused_by_name(tmp_path: Path, ends: float) -> None:
+    world = run(seed=1, slots=4, token_s=0.05, steps=4, calls=0.9, faults=Faults(call_ends=ends))
+    folder = write(world.journal, world.settings, tmp_path)
+    with pytest.raises(ConfigError, match=r"^--from: the run's answers have turns of an environment, .* \[tools\]$"):
         read_run(folder.root)

@@ -444,7 +444,7 @@ class PlainTrainer:
         d = clip(one.log_reference[t] - one.logprob[t], -LARGEST, LARGEST)
         estimator = self.objective["kl_estimator"]
         found = {"k1": -d, "k2": d * d / 2}.get(estimator, torch.exp(d) - d - 1)
-        return found * math.exp(cut(one.now[t] - one.log_mu[t])) if estimator == "k3_weighted" else found
+        return found * log_ratio(one.logprob[t], one.log_mu[t]).exp() if estimator == "k3_weighted" else found
 
     def _policy(self, one: Scored) -> list[Tensor]:
         """Policy loss of every token."""

@@ -250,12 +250,13 @@ def test_a_step_without_trained_tokens_skips_the_update_and_still_publishes(two_
 
 @pytest.mark.deep
 def test_metrics_do_not_depend_on_how_work_is_split_over_ranks(two_ranks, one_rank):
-    timing = {"busy_s", "close_s", "write_wait_s"}
+    own = {"busy_s", "close_s", "write_wait_s", "useful_frac"}
     for left, right in zip(two_ranks.metrics, one_rank.metrics, strict=False):
         assert left.keys() == right.keys()
         assert METRICS.keys() <= left.keys()
-        for name in left.keys() - timing:
+        for name in left.keys() - own:
             assert left[name] == pytest.approx(right[name], rel=1e-4, abs=1e-5), name
+        assert left["useful_frac"] >= right["useful_frac"]  # siblings that are apart do not share their prompt
     mixed = two_ranks.metrics[1]
     assert {name.split("/")[0] for name in mixed if "lag" in name} == {"lag=0", "lag=1"}
     assert mixed["lag=0/sequences"] == 4 * GROUP_SIZE

@@ -23,7 +23,7 @@ from dora.trainer.meshes import make_mesh
 from dora.trainer.model import Policy
 from dora.trainer.packing import SHARE_ABOVE, Layout, PromptTokens, make_row, prompts_of, split_passes
 from dora.trainer.step import Trainer
-from dora.transport.messages import Configure
+from dora.transport.messages import Configure, StepDone
 from tests.families import make_model
 from tests.trainer.publishing import Unpublished, make_saver
 
@@ -205,22 +205,29 @@ def test_any_families_of_any_lengths_equal_each_sequence_alone(windowed: Any, fa
 
 
 class End:
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+
     def send(self, message: object) -> None:
-        """Nobody listens."""
+        if isinstance(message, StepDone):
+            self.metrics = message.metrics
 
 
-def stepped(folder: Path, model_path: Path, layout: Layout, waves: Sequence[Sequence[Answer]]) -> dict[str, Tensor]:
-    """The weights after a step whose micro-batches are `waves`."""
+def stepped(
+    folder: Path, model_path: Path, layout: Layout, waves: Sequence[Sequence[Answer]]
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The weights and the metrics of a step whose micro-batches are `waves`."""
     policy = Policy(model_path, mesh=make_mesh("cpu"), dtype=torch.float32)
     order = Configure(
         run_id="test", model_path=str(model_path), settings=msgspec.structs.replace(SETTINGS, micro_batch_tokens=150),
         memory_root=str(folder), durable_root=str(folder), checkpoints=str(folder), resume_from=(),
         may_start_over=False, chain="0" * 32, epoch=0, fence=str(folder / "epoch"),
     )  # fmt: skip
-    trainer = Trainer(order, end=End(), policy=policy, layout=layout, publisher=Unpublished(), saver=make_saver(order))
+    end = End()
+    trainer = Trainer(order, end=end, policy=policy, layout=layout, publisher=Unpublished(), saver=make_saver(order))
     for index, answers in enumerate(waves):
         trainer.train(in_history(make_batch(answers, step=0, index=index, last=index == len(waves) - 1)))
-    return {name: shard.clone() for name, shard in policy.shards().items()}
+    return {name: shard.clone() for name, shard in policy.shards().items()}, end.metrics
 
 
 @pytest.fixture
@@ -246,10 +253,30 @@ def test_a_step_with_shared_prompts_ends_with_the_same_weights(
     if scattered:
         answers = [answers[i] for i in rng.permutation(len(answers))]
     waves = [answers[:5], answers[5:6], [], answers[6:]]
-    plain, shared = (stepped(tmp_path, model_path, layout, waves) for layout in (Layout(), SHARED))
+    plain, shared = (stepped(tmp_path, model_path, layout, waves)[0] for layout in (Layout(), SHARED))
     policy = Policy(model_path, mesh=make_mesh("cpu"), dtype=torch.float32)
     before, left, right = (
         torch.cat([tensors[name].flatten().double() for name in plain]) for tensors in (policy.shards(), plain, shared)
     )
     assert float((left - before).norm()) > 1e-3 * float(before.norm())
     assert float((left - right).norm()) <= 1e-5 * float(before.norm())
+
+
+@pytest.mark.usefixtures("_single_rank")
+@pytest.mark.parametrize(
+    ("layout", "useful", "padding"),
+    [(Layout(), 20 / 50, 0), (SHARED, 20 / 30, 0), (Layout(padded=True), 20 / 54, 4 / 54)],
+    ids=["packed", "shared", "padded"],
+)
+def test_shares_of_positions_are_of_those_that_a_pass_computes(
+    tmp_path: Path, model_path: Path, layout: Layout, useful: float, padding: float
+) -> None:
+    """Siblings with 10 tokens of a prompt and 4, 8 and 8 of their own; a micro-batch without any computes nothing."""
+    answers = [
+        Answer(0, sibling, 0, [1] * 10 + [2 + sibling] * n, 10, [-3.0] * n, [0.0, 1.0, 0.5, 1.0])
+        for sibling, n in enumerate((4, 8, 8))
+    ]
+    metrics = stepped(tmp_path, model_path, layout, [answers, []])[1]
+    assert (metrics["step_tokens"], metrics["all/tokens"]) == (50, 20)
+    assert metrics["useful_frac"] == pytest.approx(useful)
+    assert metrics["padding_frac"] == pytest.approx(padding)
