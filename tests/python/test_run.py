@@ -16,6 +16,7 @@ from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 import dora
@@ -203,6 +204,25 @@ def test_wait_gives_up_after_its_time_and_the_run_goes_on(folder: RunFolder) -> 
         with pytest.raises(TimeoutError, match=r"still runs after 0\.01 s"):
             run.wait(timeout_s=0.01)
         assert run.is_running
+
+
+#: Waits for a run, whose process it kills once it really waits.
+WAITS = """
+import os, signal, sys, time
+pid, sleep = int(sys.argv[2]), time.sleep
+time.sleep = lambda seconds: (os.kill(pid, signal.SIGKILL), sleep(seconds))
+import dora
+print(dora.attach(sys.argv[1]).wait()["phase"])
+"""
+
+
+def test_the_end_of_a_process_that_nobody_reaps_is_seen(folder: RunFolder) -> None:
+    """In a container without an init, PID 1 leaves it a zombie."""
+    with holder_of(folder) as process:
+        set_phase(folder, "finished")
+        waits = [sys.executable, "-c", WAITS, str(folder.root), str(process.pid)]
+        assert subprocess.check_output(waits, text=True, timeout=30) == "finished\n"
+        assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_killed_run_is_interrupted_without_notice_at_once_and_wait_says_so(folder: RunFolder) -> None:
