@@ -7,9 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from dora import files
 from dora.app.plan import Question, ask
-from dora.cli.output import say, show_progress, table, writing
+from dora.cli.output import require_no_folder, say, show_progress, table, write_file
 from dora.errors import ConfigError
 from dora.sim.plan import WORTH, SimulatedPlan, search
 
@@ -33,6 +32,8 @@ def plan(
 ) -> None:
     if min(staleness, default=0) < 0 or min(widths, default=1) < 1:
         raise ConfigError("--k: must be at least 0; --widths: must be at least 1")
+    if write is not None:
+        require_no_folder(write, option="--write ")
     if write is not None and os.path.lexists(write) and not force:
         raise ConfigError(f"--write {write}: exists; --force replaces it")
     if write is not None and not os.access(write.parent, os.W_OK):
@@ -61,8 +62,8 @@ def plan(
     for place, one in enumerate(best, start=1):
         say(*_lines(question, one, place=place))
     if write is not None:
-        with writing("--write", write):
-            files.replace(write, question.text(best[0].workload).encode())
+        text = question.text(best[0].workload).encode()
+        write_file(write, lambda file: file.write(text))
         say(f"wrote plan 1 to {write}")
 
 
