@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dora.app.plan import Question, ask
 from dora.cli.output import require_no_folder, say, show_progress, table, write_file
+from dora.config.load import as_toml
 from dora.errors import ConfigError
 from dora.sim.plan import WORTH, SimulatedPlan, search
 
@@ -124,4 +125,4 @@ def _lines(question: Question, plan: SimulatedPlan, *, place: int) -> list[str]:
 
 
 def _toml(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else as_toml(value)
