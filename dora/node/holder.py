@@ -76,3 +76,9 @@ def read_holder(lock: Path) -> Holder | None:
     with suppress(OSError, foreign.ForeignFileError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return msgspec.json.decode(foreign.read(lock, max_bytes=_MAX_BYTES), type=Holder)
     return None
+
+
+def is_held_here(lock: Path) -> bool:
+    """Return whether a process of this host holds the run."""
+    holder, lock = read_holder(lock), lock.parent.resolve() / lock.name
+    return holder is not None and holder.is_here and find_process(holder.pid, holder.started, lock=lock) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import resource
@@ -21,7 +22,7 @@ import pytest
 
 import dora
 from dora.app.demo import unpack_demo
-from dora.app.saved_status import SavedStatus, read_saved
+from dora.app.saved_status import FRESH_S, SavedStatus, read_saved, read_status
 from dora.jobs import run as runs
 from dora.jobs.rows import Rows
 from dora.jobs.start import call, last_words, reap, start
@@ -70,11 +71,11 @@ def holder_of(folder: RunFolder, *, opens: Path | None = None) -> Iterator[subpr
             process.kill()
 
 
-def set_phase(folder: RunFolder, phase: str, *, reason: str = "") -> None:
+def set_phase(folder: RunFolder, phase: str, *, reason: str = "", age_s: float = 0.0) -> None:
     """Write the status anew, as a run does."""
     saved = read_saved(folder.root)
     now = replace(saved.snapshot, phase=phase, reason=reason)
-    status = SavedStatus(time.time(), "http://127.0.0.1:9", replace(now, sentence=sentence(now)))
+    status = SavedStatus(time.time() - age_s, "http://127.0.0.1:9", replace(now, sentence=sentence(now)))
     written = folder.status.with_name("written")
     written.write_bytes(msgspec.json.encode(status))
     later = folder.lock.stat().st_mtime_ns + 1_000_000
@@ -233,6 +234,15 @@ def test_a_killed_run_is_interrupted_without_notice_at_once_and_wait_says_so(fol
         with pytest.raises(dora.RunFailed, match="the controller ended without notice"):
             run.wait()
     assert run.status()["phase"] == "interrupted"
+
+
+def test_a_run_that_can_no_longer_write_its_status_is_running_while_its_process_is(folder: RunFolder) -> None:
+    """As on a full disk."""
+    with holder_of(folder):
+        set_phase(folder, "running", age_s=2 * FRESH_S)
+        assert dora.attach(folder.root).status()["phase"] == "running"
+        assert asyncio.run(read_status(folder.root)).phase == "running"
+    assert asyncio.run(read_status(folder.root)).phase == "interrupted"
 
 
 def test_a_failed_run_raises_its_reason_in_wait(folder: RunFolder) -> None:
