@@ -32,6 +32,7 @@ from dora.jobs.settings import Source, as_overrides, configuration
 from dora.jobs.start import last_words, reap, start
 from dora.journal.run_folder import RunFolder
 from dora.node.holder import Holder, find_process, note_holder, read_holder
+from dora.node.lease import hold
 from dora.observe.sentence import ENDED
 from dora.status.records import Bounds, Records
 
@@ -198,6 +199,8 @@ def resume(folder: str | Path | Run, /, **settings: Any) -> Run:
     earlier = RunFolder.open(_path(folder))
     overrides = ["status.port=0", *as_overrides(settings)]
     sets = [argument for override in overrides for argument in ("--set", override)]
+    with hold(earlier.lock):  # a process that is refused must not become the holder
+        pass
     return start_run(earlier, ["run", "--resume", str(earlier.root), *sets])
 
 

@@ -30,6 +30,7 @@ from dora.journal.run_folder import RunFolder
 from dora.node.holder import Holder, find_process, hold_run, note_holder, read_holder
 from dora.observe.sentence import sentence
 from tests.e2e.runs import heed_ctrl_c
+from tests.journal.recorded import full_run, write
 
 #: A process that has a file open until it is interrupted. It blocks SIGINT: one that arrived before a read would not
 #: end that read.
@@ -309,6 +310,28 @@ def test_the_process_of_a_run_writes_itself_into_the_lock(tmp_path: Path) -> Non
     lock.write_text("x" * 500)
     with hold_run(lock):
         assert read_holder(lock) == Holder.of(os.getpid())
+
+
+def test_a_resume_that_is_refused_leaves_the_holder(folder: RunFolder) -> None:
+    with hold_run(folder.lock):
+        with pytest.raises(dora.ConfigError, match="lock is held by another process"):
+            dora.resume(folder.root)
+        assert read_holder(folder.lock) == Holder.of(os.getpid())
+    assert not folder.output.exists()
+
+
+def test_a_run_that_has_nothing_more_to_do_keeps_its_last_process(folder: RunFolder) -> None:
+    folder = RunFolder(folder.root.rename(folder.root.with_name("dora-20260101-000000-abcd")))
+    world = full_run()
+    folder.journal.unlink()
+    write(folder, world.state.settings, world.journal)
+    note_holder(folder.lock, Holder.of(os.getpid()))
+    set_phase(folder, "finished")
+    ended = [sys.executable, "-m", "dora", "run", "--continue", "--trust-folder", "--set", "run.steps=10"]
+    said = subprocess.check_output([*ended, "--set", f"run.folder={folder.root.parent}"], text=True, timeout=60)
+    assert "the run has ended: all 10 steps are trained; there is nothing to resume" in said
+    assert read_holder(folder.lock) == Holder.of(os.getpid())
+    assert dora.attach(folder.root).status()["phase"] == "finished"
 
 
 # -- starting ---------------------------------------------------------------------------------------------------------
