@@ -61,7 +61,7 @@ def _works_on(process: psutil.Process, lock: Path) -> bool:
 
 @contextmanager
 def hold_run(lock: Path) -> Iterator[None]:
-    """Lock a run as `lease.hold` does, and write who holds it. After a ConfigError, the lock names the holder before."""
+    """Lock a run as `lease.hold` does, and write who holds it; after a ConfigError, who held it before."""
     with hold(lock) as held:
         before, at = held.read(_MAX_BYTES), os.fstat(held.fileno())
         note_holder(lock, Holder.of(os.getpid()))
