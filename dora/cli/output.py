@@ -101,17 +101,18 @@ def _is_special(path: Path) -> bool:
         return False
 
 
-def tolerate_full_disk() -> None:
-    """From here on, drop what is printed into a file while its disk is full: it must not end the run it is about."""
+def tolerate_lost_output() -> None:
+    """From here on, drop what is printed into a file while its disk is full, or into a pipe whose reader has ended, as
+    `tee` does at Ctrl-C: it must not end the run it is about."""
     sys.stdout, sys.stderr = _tolerant(sys.stdout), _tolerant(sys.stderr)
 
 
 def _tolerant(stream: TextIO) -> TextIO:
     try:
-        is_file = isinstance(stream, io.TextIOWrapper) and stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+        mode = os.fstat(stream.fileno()).st_mode if isinstance(stream, io.TextIOWrapper) else 0
     except io.UnsupportedOperation:  # a stream without a descriptor
-        is_file = False
-    if not is_file:
+        mode = 0
+    if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):
         return stream
     stream.flush()
     file = LossyFile(stream.fileno(), "a", closefd=False)

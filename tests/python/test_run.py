@@ -411,10 +411,10 @@ def test_an_invalid_configuration_is_refused_before_a_folder_exists(tmp_path: Pa
 PRINTS = """
 import sys
 from pathlib import Path
-from dora.cli.output import say, tell, tolerate_full_disk
+from dora.cli.output import say, tell, tolerate_lost_output
 folder = Path(sys.argv[1])
 opened = sys.stdout = sys.stderr = (folder / "output.log").open("a")
-tolerate_full_disk()
+tolerate_lost_output()
 say("first")
 filler = (folder / "filler").open("wb", buffering=0)
 try:
@@ -452,3 +452,14 @@ def test_what_a_run_prints_on_a_full_disk_is_dropped_and_does_not_end_it(tmp_pat
     lines = said.stdout.splitlines()
     assert (lines[0], lines[-1]) == ("first", "last")
     assert "lost 999" not in lines
+
+
+def test_what_a_run_prints_into_a_pipe_without_a_reader_is_dropped(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    prints = "from dora.cli.output import say, tolerate_lost_output; tolerate_lost_output(); say('lost'); say('lost')"
+    with os.fdopen(writing) as pipe:
+        said = subprocess.run(
+            [sys.executable, "-c", prints], stdout=pipe, stderr=subprocess.PIPE, check=True, timeout=60
+        )
+    assert said.stderr == b""
