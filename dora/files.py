@@ -152,11 +152,16 @@ def truncate(path: Path, size: int) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replace the contents of a file; after a crash it has either the old or the new ones."""
+    """Replace the contents of a file; after a crash or an OSError it has either the old or the new ones."""
     written = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    write_new(written, data)
-    sync(written)
-    rename(written, path)
+    try:
+        write_new(written, data)
+        sync(written)
+        rename(written, path)
+    except OSError:
+        with suppress(OSError):
+            remove(written)
+        raise
     sync_folder(path.parent)
 
 

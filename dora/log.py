@@ -7,6 +7,7 @@ the disk is full. A process that has no log, or none yet, shows its warnings (`s
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import sys
@@ -66,13 +67,14 @@ def _open(path: Path) -> io.TextIOWrapper:
 
 
 class LossyFile(io.FileIO):
-    """A file that drops what is written while the disk is full: a log must not end the run that it describes."""
+    """A file that drops what is written while the disk is full, or a pipe without a reader: a log must not end the run
+    that it describes."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
             return super().write(data)
         except OSError as err:
-            if not is_full(err):
+            if not is_full(err) and err.errno != errno.EPIPE:
                 raise
             return memoryview(data).nbytes
 

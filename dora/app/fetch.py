@@ -86,6 +86,13 @@ async def fetch_models(config: Config, *, tell: Show) -> ModelFolders:
     return await asyncio.wrap_future(in_daemon_thread(download))
 
 
+def at_recorded_commits(config: Config, recorded: Config) -> Config:
+    """Return the configuration of a resume; of what it names without a revision, it has the commit of the run."""
+    commits = {(repo.field, repo.id): repo.revision for repo in _repositories(recorded)}
+    unpinned = [repo for repo in _repositories(config) if not repo.revision]
+    return _pinned(config, {repo.field: commits.get((repo.field, repo.id), "") for repo in unpinned})
+
+
 def fetch_small(config: Config) -> Config:
     """Download the small files of the models alone; return the configuration with the models' commits."""
     hub = Hub(lambda repo, done, total: None)
@@ -130,6 +137,13 @@ def _look(config: Config, hub: Hub) -> tuple[Config, list[Needed]]:
     needed = [_of_model(hub.open(repo), hub) for repo in models]
     needed += [_of_data(hub.open(data[field]), source, hub, field=field) for field, source in sources if field in data]
     return config, needed
+
+
+def _repositories(config: Config) -> Iterator[Repo]:
+    yield from _models(config)
+    for field, source in _sources(config):
+        if (repo := repository(source, field=field)) is not None:
+            yield repo
 
 
 def _models(config: Config) -> Iterator[Repo]:

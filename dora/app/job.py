@@ -28,7 +28,7 @@ from dora.app.build import (
     start_trainer,
 )
 from dora.app.episodes import EpisodeInputs, enter_inputs
-from dora.app.fetch import fetch
+from dora.app.fetch import at_recorded_commits, fetch
 from dora.app.held_out import write_results
 from dora.app.inputs import Inputs
 from dora.app.node_servers import let_nodes_leave
@@ -123,6 +123,8 @@ async def run_job(
     require_token(config)
     set_umask(config.run.group)
     recorded = resuming.take_up(earlier, config, trust_folder=trust_folder) if earlier is not None else None
+    if recorded is not None:
+        config = at_recorded_commits(config, recorded.configuration)
     require_free_ports(config)
     require_engine(config)
     await asyncio.to_thread(require_cuda, config, environ=os.environ)  # before gigabytes are downloaded for nothing

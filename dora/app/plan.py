@@ -26,8 +26,8 @@ from dora.app.gpu_plan import Gpus
 from dora.app.settings import CONFIG_REGIME, workload_of
 from dora.app.simulate import from_file, from_run, is_workload
 from dora.app.trainer_check import outline_of
+from dora.config.load import as_toml, read_toml, set_key, without_unset
 from dora.config.load import load as load_config
-from dora.config.load import read_toml, set_key, without_unset
 from dora.config.rules import may_serve_adapters
 from dora.config.schema import Config
 from dora.core.decode_time import DecodeTime
@@ -103,7 +103,7 @@ class Question:
         """Return the file with the plan in it."""
         tables = msgspec.to_builtins(self.tables)
         for key, value in self.changes(planned).items():
-            set_key(tables, f"{key}={value}")
+            set_key(tables, f"{key}={as_toml(value)}")
         return tomli_w.dumps(tables)
 
 

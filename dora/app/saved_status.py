@@ -20,14 +20,15 @@ import msgspec
 from dora import files, foreign
 from dora.errors import ConfigError, DoraError
 from dora.journal.run_folder import RunFolder
+from dora.node.holder import is_held_here
 from dora.observe.groups import GroupRow
 from dora.observe.sentence import ENDED, sentence
 from dora.observe.snapshot import Snapshot
 from dora.status.client import MAX_STATUS_BYTES, fetch
 
 SAVE_EVERY_S: Final = 5.0
-#: If the file of a running run is older than this, the run has ended without notice. The clocks of hosts that share the
-#: folder may differ by less than this.
+#: If the file of a running run is older than this, the run has ended without notice, unless its process is found here:
+#: the disk may be full. The clocks of hosts that share the folder may differ by less than this.
 FRESH_S: Final = 60.0
 #: Why such a run ended, as far as its folder says.
 WITHOUT_NOTICE: Final = "the controller ended without notice"
@@ -86,7 +87,7 @@ async def read_status(folder: Path) -> Snapshot:
     saved = read_saved(folder)
     if saved.snapshot.phase in ENDED:
         return saved.snapshot
-    if abs(time.time() - saved.at) > FRESH_S:
+    if abs(time.time() - saved.at) > FRESH_S and not is_held_here(RunFolder(folder).lock):
         return ended_without_notice(saved.snapshot)
     with suppress(DoraError):
         live = await fetch(saved.url, timeout_s=_ANSWER_S)

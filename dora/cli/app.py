@@ -23,7 +23,7 @@ from dora.cli.environment_commands import environments
 from dora.cli.folder_commands import folders
 from dora.cli.instance_commands import instances
 from dora.cli.job_options import Answer, ConfigPath, Data, Model, Overrides, Prompt, Reward, TrustFolder, with_shorthand
-from dora.cli.output import say, say_preparing, tell, tolerate_full_disk
+from dora.cli.output import say, say_preparing, tell, tolerate_lost_output
 from dora.cli.processes import processes
 from dora.cli.start_commands import start
 from dora.cli.usage import UsageError, describe, is_request_for_help
@@ -119,7 +119,7 @@ def run(
     into: Into = None,
 ) -> None:
     """Train a policy. Without a configuration file: the small arithmetic example, on this machine's CPU."""
-    tolerate_full_disk()
+    tolerate_lost_output()
     say_preparing()
     from dora.cli.run import run as command
 
@@ -184,7 +184,7 @@ def evaluate(
     from dora.cli.evaluate import resume as continue_evaluation
 
     settings = with_shorthand(config, overrides, model=None, data=data, prompt=prompt, answer=answer, reward=reward)
-    tolerate_full_disk()
+    tolerate_lost_output()
     if resume is None:
         command(
             config,

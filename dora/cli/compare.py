@@ -11,8 +11,7 @@ import msgspec
 
 from dora.app.compare import Comparison, HeldOutRow, RunRow, VersionScore
 from dora.app.compare import compare as compare_folders
-from dora.cli.output import say, table
-from dora.cli.view import write_file
+from dora.cli.output import say, table, write_file
 from dora.errors import ConfigError
 from dora.observe.sentence import duration
 from dora.status.assets import assets

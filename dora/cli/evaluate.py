@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import uvloop
@@ -60,13 +60,13 @@ def evaluate(
 def resume(folder: Path, overrides: Sequence[str], *, trust_folder: bool) -> None:
     """Continue an evaluation; show its results if it has ended."""
     run = RunFolder.open(folder)
-    with ExitStack() as held:
-        held.enter_context(hold_run(run.lock))
+    with suppress(RunEnded), hold_run(run.lock):
         config = _config_of(run, overrides)
         try:
             end(uvloop.run(run_job(config, Terminal(), earlier=run, trust_folder=trust_folder)))
         except RunEnded:
             say(*summary(write_results(run), run))
+            raise
 
 
 def _config_of(run: RunFolder, overrides: Sequence[str]) -> Config:

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from dora import files
 from dora.app.new_job import NamedData, NamedModel, NewJob, first_rows, preset_for
-from dora.cli.output import say
+from dora.cli.output import require_no_folder, say, write_file
 from dora.config.presets import PRESETS
 from dora.config.shorthand import REWARDS, reward_of
 from dora.errors import ConfigError, one_line
@@ -32,6 +31,7 @@ def init(
     yes: bool,
     force: bool,
 ) -> None:
+    require_no_folder(file)
     if os.path.lexists(file) and not force:
         raise ConfigError(f"{file}: exists; --force replaces it")
     if preset is not None and preset not in PRESETS:
@@ -125,12 +125,12 @@ def _cut(text: str) -> str:
 
 
 def _write(file: Path, text: str, *, force: bool) -> None:
+    if force:
+        write_file(file, lambda new: new.write(text.encode()))
+        return
     try:
-        if force:
-            files.replace(file, text.encode())
-        else:
-            with file.open("x", encoding="utf-8") as new:
-                new.write(text)
+        with file.open("x", encoding="utf-8") as new:
+            new.write(text)
     except FileExistsError:
         raise ConfigError(f"{file}: exists; --force replaces it") from None
     except OSError as err:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import io
 import os
+import secrets
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import IO, TextIO
 
+from dora import files
 from dora.errors import ConfigError, one_line
 from dora.log import LossyFile
 
@@ -62,17 +64,55 @@ def writing(option: str, path: Path) -> Iterator[None]:
         raise ConfigError(f"{option} {path}: cannot be written: {err.strerror}") from err
 
 
-def tolerate_full_disk() -> None:
-    """From here on, drop what is printed into a file while its disk is full: it must not end the run it is about."""
+def require_no_folder(path: Path, *, option: str = "") -> None:
+    """ConfigError if a file is to be written in place of a folder."""
+    if os.path.isdir(path):
+        raise ConfigError(f"{option}{path}: is a folder; give a file")
+
+
+def write_file(path: Path, write: Callable[[IO[bytes]], int]) -> int:
+    """Write a file so that a failure leaves no incomplete file. Files placed in the folder by others do not matter.
+
+    What is there and is no regular file is written into: /dev/null must stay a device.
+    """
+    require_no_folder(path)
+    written = path.with_name(f".{path.name[:200]}-{secrets.token_hex(8)}")
+    try:
+        if _is_special(path):
+            with path.open("wb") as file:
+                return write(file)
+        with written.open("xb") as file:
+            count = write(file)
+        files.sync(written)
+        written.replace(path)
+    except OSError as err:
+        raise ConfigError(f"{path}: cannot be written: {err.strerror}") from err
+    finally:
+        with suppress(OSError):
+            written.unlink(missing_ok=True)
+    return count
+
+
+def _is_special(path: Path) -> bool:
+    """Return whether the path names a device or a pipe, and was made by this user or by root."""
+    try:
+        return not stat.S_ISREG(path.stat().st_mode) and path.lstat().st_uid in (0, os.geteuid())
+    except FileNotFoundError:
+        return False
+
+
+def tolerate_lost_output() -> None:
+    """From here on, drop what is printed into a file while its disk is full, or into a pipe whose reader has ended, as
+    `tee` does at Ctrl-C: it must not end the run it is about."""
     sys.stdout, sys.stderr = _tolerant(sys.stdout), _tolerant(sys.stderr)
 
 
 def _tolerant(stream: TextIO) -> TextIO:
     try:
-        is_file = isinstance(stream, io.TextIOWrapper) and stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+        mode = os.fstat(stream.fileno()).st_mode if isinstance(stream, io.TextIOWrapper) else 0
     except io.UnsupportedOperation:  # a stream without a descriptor
-        is_file = False
-    if not is_file:
+        mode = 0
+    if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):
         return stream
     stream.flush()
     file = LossyFile(stream.fileno(), "a", closefd=False)

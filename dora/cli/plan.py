@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from dora import files
 from dora.app.plan import Question, ask
-from dora.cli.output import say, show_progress, table, writing
+from dora.cli.output import require_no_folder, say, show_progress, table, write_file
+from dora.config.load import as_toml
 from dora.errors import ConfigError
 from dora.sim.plan import WORTH, SimulatedPlan, search
 
@@ -33,6 +33,8 @@ def plan(
 ) -> None:
     if min(staleness, default=0) < 0 or min(widths, default=1) < 1:
         raise ConfigError("--k: must be at least 0; --widths: must be at least 1")
+    if write is not None:
+        require_no_folder(write, option="--write ")
     if write is not None and os.path.lexists(write) and not force:
         raise ConfigError(f"--write {write}: exists; --force replaces it")
     if write is not None and not os.access(write.parent, os.W_OK):
@@ -61,8 +63,8 @@ def plan(
     for place, one in enumerate(best, start=1):
         say(*_lines(question, one, place=place))
     if write is not None:
-        with writing("--write", write):
-            files.replace(write, question.text(best[0].workload).encode())
+        text = question.text(best[0].workload).encode()
+        write_file(write, lambda file: file.write(text))
         say(f"wrote plan 1 to {write}")
 
 
@@ -123,4 +125,4 @@ def _lines(question: Question, plan: SimulatedPlan, *, place: int) -> list[str]:
 
 
 def _toml(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else as_toml(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import uvloop
@@ -56,6 +56,8 @@ def run(
             raise ConfigError(f"--resume: {two} are two folders; give one: did a pattern match both?")
         raise ConfigError(f"--resume: a run keeps its own configuration ({earlier.config}); omit {config_path}")
     with ExitStack() as held:
+        if or_continue:
+            held.enter_context(suppress(RunEnded))
         if (own := earlier or reserved) is not None:
             held.enter_context(hold_run(own.lock))  # before reading, so that no other process can change what is read
         if earlier is not None:
@@ -82,9 +84,9 @@ def run(
         try:
             end(uvloop.run(job))
         except RunEnded as err:
-            if not or_continue:
-                raise
-            say(str(err))
+            if or_continue:
+                say(str(err))
+            raise
 
 
 def require_steps(config: Config) -> Config:

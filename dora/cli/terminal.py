@@ -48,9 +48,9 @@ def _stop_on_signals(run: Running) -> None:
         if signals > 1:
             run.kill()
             os._exit(INTERRUPTED)
+        run.interrupt()
         waits = f"Waiting at most {run.stop_timeout_s:g} s for the trainer's checkpoint; " if run.stop_timeout_s else ""
         output.tell(f"stopping; everything in flight is kept. {waits}press Ctrl-C again to end at once")
-        run.interrupt()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

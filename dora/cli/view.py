@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import sys
 import tempfile
 import webbrowser
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from dora.app.demo import unpack_demo
 from dora.app.trace import write_trace as write_trace_events
 from dora.app.viewing import folder_server, make_report
-from dora.cli.output import say, tell
-from dora.errors import ConfigError
+from dora.cli.output import say, tell, write_file
 from dora.guard import is_loopback
 
 
@@ -54,18 +50,3 @@ def write_trace(folder: Path, output: Path | None) -> None:
     path = output or Path(f"{folder.resolve().name}.trace.json")
     count = write_file(path, lambda file: write_trace_events(folder, file))
     say(f"{path}: {count:,} events; open it in https://ui.perfetto.dev")
-
-
-def write_file(path: Path, write: Callable[[IO[bytes]], int]) -> int:
-    """Write a file so that a failure leaves no incomplete file. Files placed in the folder by others do not matter."""
-    written = path.with_name(f".{path.name[:200]}-{secrets.token_hex(8)}")
-    try:
-        with written.open("xb") as file:
-            count = write(file)
-        written.replace(path)
-    except OSError as err:
-        raise ConfigError(f"{path}: cannot be written: {err.strerror}") from err
-    finally:
-        with suppress(OSError):
-            written.unlink(missing_ok=True)
-    return count

@@ -415,6 +415,20 @@ def _model_at(loc: Sequence[int | str]) -> type[BaseModel]:
 # -- writing ------------------------------------------------------------------------------------------------------
 
 
+def as_toml(value: Any) -> str:
+    """Return a plain value as TOML in one line."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case dict():
+            return f"{{{', '.join(f'{as_toml(key)} = {as_toml(inner)}' for key, inner in value.items())}}}"
+        case list() | tuple():
+            return f"[{', '.join(map(as_toml, value))}]"
+    return repr(value)
+
+
 def without_unset(value: Any) -> Any:
     """Return tables without unset keys, because TOML has no null."""
     if isinstance(value, dict):

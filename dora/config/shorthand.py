@@ -6,7 +6,6 @@ Invariant: each is nothing but the `--set`s that `settings` returns, so that it 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
-from dora.config.load import read_toml
+from dora.config.load import as_toml, read_toml
 from dora.errors import ConfigError
 
 _FILE_KINDS: Final = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
@@ -44,7 +43,7 @@ class Shorthand:
 
     def _settings(self, task: dict[str, Any], *, has_config: bool) -> Iterator[str]:
         if self.model is not None:
-            yield f"model.path={_quoted(self.model)}"
+            yield f"model.path={as_toml(self.model)}"
             if has_config:
                 yield 'model.revision=""'  # the file's is that of another model
         if self.data is not None:
@@ -57,7 +56,7 @@ class Shorthand:
                 _require_one(task, "sources", option=f"--{column}")
                 if self.data is None and not has_config:
                     raise ConfigError(f"--{column}: names a column of your data; give --data, or a configuration file")
-                yield f"task.sources.0.{column}={_quoted(given)}"
+                yield f"task.sources.0.{column}={as_toml(given)}"
         if self.reward is not None:
             _require_one(task, "rewards", option="--reward")
             yield f"task.rewards=[{_table(reward_of(self.reward))}]"
@@ -104,9 +103,4 @@ def reward_of(reward: str) -> dict[str, str]:
 
 
 def _table(values: dict[str, str]) -> str:
-    return "{" + ", ".join(f"{key}={_quoted(value)}" for key, value in values.items()) + "}"
-
-
-def _quoted(text: str) -> str:
-    """Return a text as TOML, of which a string of JSON is one, but for DEL."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return "{" + ", ".join(f"{key}={as_toml(value)}" for key, value in values.items()) + "}"

@@ -6,8 +6,10 @@ Invariant: nothing is in memory that would be missing after a restart of the ker
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +32,7 @@ from dora.jobs.settings import Source, as_overrides, configuration
 from dora.jobs.start import last_words, reap, start
 from dora.journal.run_folder import RunFolder
 from dora.node.holder import Holder, find_process, note_holder, read_holder
+from dora.node.lease import hold
 from dora.observe.sentence import ENDED
 from dora.status.records import Bounds, Records
 
@@ -37,6 +40,8 @@ _T = TypeVar("_T")
 
 #: Number of samples that `Run.samples` returns unless it is asked for more.
 SAMPLES: Final = 50
+#: Time between two looks at whether a process has ended.
+_POLL_S: Final = 0.05
 #: What the curves of a notebook are drawn from.
 _DRAWN: Final = Bounds(rows=300, size=1 << 20)
 
@@ -61,14 +66,11 @@ class Run:
 
         KeyboardInterrupt (an interrupt of the cell) stops the run as `stop` does. TimeoutError if it still goes on.
         """
-        if (process := self._process()) is not None:
-            try:
-                process.wait(timeout_s)
-            except psutil.TimeoutExpired:
-                raise TimeoutError(f"{self.folder}: still runs after {timeout_s:g} s") from None
-            except KeyboardInterrupt:
-                self.stop()
-                raise
+        try:
+            self._await_end(timeout_s)
+        except KeyboardInterrupt:
+            self.stop()
+            raise
         return self._ended()
 
     def stop(self) -> dict[str, Any]:
@@ -79,11 +81,19 @@ class Run:
         if (process := self._process()) is not None:
             _signal(process)
             try:
-                process.wait()
+                self._await_end()
             except KeyboardInterrupt:
                 _signal(process)
                 raise
         return self.status()
+
+    def _await_end(self, timeout_s: float | None = None) -> None:
+        """Wait until the process has ended. (psutil would wait for a zombie, which PID 1 may never reap.)"""
+        deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+        while self.is_running:
+            if (left_s := deadline - time.monotonic()) <= 0:
+                raise TimeoutError(f"{self.folder}: still runs after {timeout_s:g} s")
+            time.sleep(min(left_s, _POLL_S))
 
     def _process(self) -> psutil.Process | None:
         if self.pid is None or self.started is None:
@@ -189,6 +199,8 @@ def resume(folder: str | Path | Run, /, **settings: Any) -> Run:
     earlier = RunFolder.open(_path(folder))
     overrides = ["status.port=0", *as_overrides(settings)]
     sets = [argument for override in overrides for argument in ("--set", override)]
+    with hold(earlier.lock):  # a process that is refused must not become the holder
+        pass
     return start_run(earlier, ["run", "--resume", str(earlier.root), *sets])
 
 

@@ -5,7 +5,6 @@ Invariant: the result is what `dora run` would read from a file and `--set`; the
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tomllib
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from dora.config.load import dump, load
+from dora.config.load import as_toml, dump, load
 from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.functions import in_main
@@ -58,20 +57,6 @@ def _leaves(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def as_toml(value: Any) -> str:
-    """Return a plain value as TOML in one line."""
-    match value:
-        case bool():
-            return str(value).lower()
-        case str():
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-        case dict():
-            return f"{{{', '.join(f'{as_toml(key)} = {as_toml(inner)}' for key, inner in value.items())}}}"
-        case list():
-            return f"[{', '.join(map(as_toml, value))}]"
-    return repr(value)
 
 
 def plain(value: Any, *, key: str) -> Any:

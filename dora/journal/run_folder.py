@@ -18,6 +18,7 @@ from typing import Final
 from dora import files, foreign
 from dora.errors import ConfigError
 from dora.journal.access import restrict
+from dora.journal.frames import FrameReader
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*-\d{8}-\d{6}-[0-9a-f]{4}(-\d+)?")
@@ -166,8 +167,8 @@ class RunFolder:
     def newest(cls, parent: Path, *, name: str) -> Path | None:
         """Return the newest run of this name under `parent` that has begun a journal; None if there is none."""
         run_id = re.compile(rf"{re.escape(name)}-\d{{8}}-\d{{6}}-[0-9a-f]{{4}}")
-        begun = [path for path in parent.glob("*") if run_id.fullmatch(path.name) and cls(path).journal.is_file()]
-        return max(begun, key=lambda path: path.name, default=None)
+        named = sorted((path for path in parent.glob("*") if run_id.fullmatch(path.name)), reverse=True)
+        return next((path for path in named if _has_begun(cls(path).journal)), None)
 
     @classmethod
     def require_possible(cls, parent: Path) -> None:
@@ -191,6 +192,14 @@ class RunFolder:
         if folder.config.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{folder.config}: has more than {MAX_CONFIG_BYTES:,} bytes; it was not read")
         return folder
+
+
+def _has_begun(journal: Path) -> bool:
+    """Return whether the first frame is whole; a start that ended before has left nothing to continue."""
+    try:
+        return journal.is_file() and next(iter(FrameReader(journal)), None) is not None
+    except OSError:  # opening the run says why it cannot be read
+        return True
 
 
 def _make_unique(parent: Path, run_id: str) -> Path:

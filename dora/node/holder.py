@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 import msgspec
 import psutil
 
 from dora import foreign
+from dora.errors import ConfigError
 from dora.node.lease import hold
 
 #: The start time is computed from a boot time, which moves by a second when the clock is set.
@@ -57,18 +59,30 @@ def _works_on(process: psutil.Process, lock: Path) -> bool:
     return str(lock.parent) in process.cmdline() or str(lock) in (file.path for file in process.open_files())
 
 
-def hold_run(lock: Path) -> IO[bytes]:
-    """Lock a run as `lease.hold` does, and write who holds it."""
-    held = hold(lock)
-    note_holder(lock, Holder.of(os.getpid()))
-    return held
+@contextmanager
+def hold_run(lock: Path) -> Iterator[None]:
+    """Lock a run as `lease.hold` does, and write who holds it; after a ConfigError, who held it before."""
+    with hold(lock) as held:
+        before, at = held.read(_MAX_BYTES), os.fstat(held.fileno())
+        note_holder(lock, Holder.of(os.getpid()))
+        try:
+            yield
+        except ConfigError:
+            if before:
+                _write(lock, before)
+                os.utime(held.fileno(), ns=(at.st_atime_ns, at.st_mtime_ns))
+            raise
 
 
 def note_holder(lock: Path, holder: Holder) -> None:
     """Write the holder; without an effect while the disk is full, as only the lock itself must be right."""
+    _write(lock, msgspec.json.encode(holder))
+
+
+def _write(lock: Path, data: bytes) -> None:
     with suppress(OSError), open(os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb") as file:
         file.truncate()
-        file.write(msgspec.json.encode(holder))
+        file.write(data)
 
 
 def read_holder(lock: Path) -> Holder | None:
@@ -76,3 +90,9 @@ def read_holder(lock: Path) -> Holder | None:
     with suppress(OSError, foreign.ForeignFileError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return msgspec.json.decode(foreign.read(lock, max_bytes=_MAX_BYTES), type=Holder)
     return None
+
+
+def is_held_here(lock: Path) -> bool:
+    """Return whether a process of this host holds the run."""
+    holder, lock = read_holder(lock), lock.parent.resolve() / lock.name
+    return holder is not None and holder.is_here and find_process(holder.pid, holder.started, lock=lock) is not None

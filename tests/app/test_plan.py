@@ -81,6 +81,14 @@ def test_the_plan_that_is_written_is_the_first_one(small: Path, tmp_path: Path) 
     assert str(again.exception) == f"--write {out}: exists; --force replaces it"
 
 
+def test_a_list_of_the_plan_is_written_as_one(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "best.toml"
+    done = plan(small, "--k", 1, "--widths", 1, "--set", "fleet.widths=[1,2]", "--write", out)
+    assert done.exit_code == 0, done.output
+    assert "    fleet.widths = [1, 2]" in done.stdout.splitlines()
+    assert load_workload(out).fleet.widths == (1, 2)
+
+
 def test_a_configuration_gets_its_own_settings(tmp_path: Path) -> None:
     config = ROOT / "launch/configs/arithmetic-cpu.toml"
     out = tmp_path / "best.toml"
@@ -119,6 +127,7 @@ def test_a_plan_for_an_adapter_says_whether_servers_hold_it(tmp_path: Path) -> N
     assert (question.workload.adapters.use, question.uses) == ("merged", ())
     served = question.given.with_changes(adapters={"use": "served"})
     assert question.changes(served) == {"engine.adapters": True}
+    assert tomllib.loads(question.text(served))["engine"]["adapters"] is True
     assert question.changes(question.given) == {}
     given = ask(config, None, gpus=None, overrides=["trainer.lora.rank=8", "engine.adapters=true"])
     assert given.workload.adapters.use == "served"

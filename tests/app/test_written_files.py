@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from dora import files
 from dora.app import saved_status
 from dora.app.demo import unpack_demo
 from dora.app.opening import keep_flight_record
+from dora.cli.app import app
 from dora.cli.view import write_report, write_trace
+from dora.errors import ConfigError
 from dora.journal.run_folder import RunFolder
 from tests.journal.recorded import full_run, write
 
@@ -40,6 +44,40 @@ def test_a_link_beside_the_output_is_not_written_through(folder: Path, tmp_path:
     assert (output / name).stat().st_size > 100
     assert not (output / name).is_symlink()
     assert sorted(path.name for path in output.iterdir()) == [f".{name}", name]
+
+
+@pytest.mark.parametrize("name", ["pipe", "link"])
+def test_a_pipe_in_place_of_the_output_is_written_into(folder: Path, tmp_path: Path, name: str) -> None:
+    """As with -o /dev/stdout, or -o /dev/null, which root would replace for everybody."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    writable = os.open(pipe, os.O_RDWR)  # until it is closed, the reader waits for more
+    with ThreadPoolExecutor(1) as thread, pipe.open("rb") as reader:
+        read = thread.submit(reader.read)
+        write_report(folder, tmp_path / name)
+        os.close(writable)
+        assert b"</html>" in read.result()
+    assert (pipe.is_fifo(), (tmp_path / "link").is_symlink()) == (True, True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
+def test_a_pipe_of_another_user_is_replaced(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run.html"
+    os.mkfifo(output)
+    os.chown(output, 1, 1)
+    write_report(folder, output)
+    assert output.is_file()
+
+
+@pytest.mark.parametrize("words", [("report", "run", "-o"), ("trace", "run", "-o"), ("plan", "--write"), ("init",)])
+def test_a_folder_in_place_of_the_output_is_refused_in_a_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(folder)
+    done = CliRunner().invoke(app, [*(word.replace("run", str(folder)) for word in words), "."])
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception).endswith(".: is a folder; give a file")
 
 
 def test_a_link_in_place_of_a_temporary_file_of_the_run_is_not_written_through(tmp_path: Path) -> None:

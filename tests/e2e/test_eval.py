@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import dora
 from dora.app.held_out import HeldOut, read_results
 from dora.core import commands as cmd
 from dora.core import events as ev
@@ -129,6 +130,7 @@ def test_an_evaluation_that_was_killed_continues_without_asking_again(slow_model
     again = run_to_end("eval", "--resume", str(folder.root))
     assert again.returncode == 0
     assert again.stdout.splitlines()[-4:] == result.stdout.splitlines()[-4:], "an evaluation that has ended is shown"
+    assert dora.attach(folder.root).status()["phase"] == "finished"
 
 
 def test_failures_are_counted_by_cause_and_are_not_zeros(tmp_path: Path) -> None:

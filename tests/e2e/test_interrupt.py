@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dora.app.saved_status import read_saved
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.journal.run_folder import RunFolder
@@ -19,6 +20,7 @@ from tests.e2e.runs import (
     alive,
     assert_audit_clean,
     assert_one_clear_error,
+    command,
     environment,
     events_of,
     heed_ctrl_c,
@@ -159,6 +161,27 @@ def test_a_stop_whose_checkpoint_does_not_come_in_time_says_so_and_is_resumed_fr
     with Run("--resume", str(folder.root), "--set", "status.port=0") as run:
         assert run.end() == 0, run.told()
     assert_audit_clean(folder)
+
+
+def test_a_run_whose_output_has_no_reader_any_more_goes_on_and_is_stopped_as_cleanly(tmp_path: Path) -> None:
+    """As in `dora run 2>&1 | tee log`: Ctrl-C ends tee, too."""
+    process = subprocess.Popen(
+        command("run", *small(tmp_path, run__steps=50, trainer__checkpoint_every=1000)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment(),
+        preexec_fn=heed_ctrl_c,
+    )
+    with process:
+        assert process.stdout is not None
+        assert any(line.startswith(b"step 1/") for line in process.stdout)
+        process.stdout.close()
+        folder = RunFolder(*tmp_path.iterdir())
+        until(lambda: folder.metrics.read_bytes().count(b"\n") > 2 or process.poll() is not None, what="3 steps")
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 130
+    assert read_saved(folder.root).snapshot.phase == "interrupted"
+    assert len([*folder.checkpoints.iterdir()]) == 1
 
 
 #: Imported one after the other in the first moments of each command.

@@ -56,7 +56,7 @@ def test_a_model_and_a_data_set_by_id_are_trained_and_a_resume_asks_nothing(fill
     assert {"model.safetensors", "train-0.jsonl", "test-0.jsonl"} <= fetched
     assert not fetched & {"pytorch_model.bin", "model.gguf", "model.onnx", "consolidated.safetensors"}
 
-    again = dora(filled, "run", "--resume", str(folder), "--set", "run.steps=2")
+    again = dora(filled, "run", "--continue", *by_ids(tmp_path / "runs", run__steps=2))
     assert again.returncode == 0, again.stderr
     assert "changed: run.steps: 1 -> 2" in again.stderr
     assert "revision" not in again.stderr, "the commit is that of the run"

@@ -42,6 +42,20 @@ def test_a_replacement_is_synced_before_it_gets_the_name(tmp_path: Path) -> None
     assert (done[2].target, done[3].path) == (path, tmp_path)
 
 
+@pytest.mark.parametrize("refused", ["sync", "rename"])
+def test_a_replacement_that_the_system_refuses_leaves_nothing_behind(tmp_path: Path, refused: str) -> None:
+    path = tmp_path / "epoch"
+    path.write_bytes(b"0")
+
+    def refuse(operation: files.Operation) -> None:
+        if operation.kind == refused:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with files.observed(refuse), pytest.raises(OSError, match="No space left"):
+        files.replace(path, b"1")
+    assert [(left, left.read_bytes()) for left in tmp_path.iterdir()] == [(path, b"0")]
+
+
 def is_good(line: bytes) -> bool:
     return line.startswith(b"good")
 

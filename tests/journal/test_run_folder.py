@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from dora.errors import ConfigError
+from dora.journal.frames import FrameWriter
 from dora.journal.run_folder import RunFolder
+
+
+def begin(path: Path) -> None:
+    with FrameWriter(path) as journal:
+        journal.write(b"a header")
 
 
 def test_a_run_id_is_the_name_the_time_and_random_digits_and_names_the_folder(tmp_path: Path) -> None:
@@ -61,10 +67,24 @@ def test_the_newest_run_of_a_name_is_the_last_that_has_begun_a_journal(tmp_path:
     for run_id in ids:
         (tmp_path / run_id).mkdir()
     for run_id in (ids[0], ids[1], ids[3]):
-        RunFolder(tmp_path / run_id).journal.touch()
+        begin(RunFolder(tmp_path / run_id).journal)
     newest = RunFolder.newest(tmp_path, name="a")
     assert newest is not None
     assert newest.name == ids[1]
+
+
+def test_a_start_that_ended_before_its_first_frame_was_whole_is_not_the_newest_run(tmp_path: Path) -> None:
+    earlier, later = (tmp_path / f"a-2026010{day}-000000-0000" for day in (1, 2))
+    for path in (earlier, later):
+        path.mkdir()
+        begin(RunFolder(path).journal)
+    journal = RunFolder(later).journal
+    whole = journal.read_bytes()
+    for size in range(len(whole)):
+        journal.write_bytes(whole[:size])
+        assert RunFolder.newest(tmp_path, name="a") == earlier
+    journal.write_bytes(whole + whole[:-1])
+    assert RunFolder.newest(tmp_path, name="a") == later
 
 
 def test_a_reserved_folder_is_filled_once_under_its_own_id(tmp_path: Path) -> None:

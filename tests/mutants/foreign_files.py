@@ -58,13 +58,19 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
     ),
     *of(
-        "dora/cli/view.py",
+        "dora/cli/output.py",
         "tests/app/test_written_files.py",
         (
             "an output is written through a link",
-            'f".{path.name[:200]}-{secrets.token_hex(8)}")\n    try:\n        with written.open("xb")',
-            'f".{path.name}")\n    try:\n        with written.open("wb")',
+            "    require_no_folder(path)\n    written = ",
+            '    path.with_name(f".{path.name}").write_bytes(b"")\n    written = ',
             "test_a_link_beside_the_output_is_not_written_through",
+        ),
+        (
+            "a device is replaced",
+            "if _is_special(path):",
+            "if False:",
+            "test_a_pipe_in_place_of_the_output_is_written_into",
         ),
     ),
     *of(

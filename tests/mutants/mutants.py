@@ -57,8 +57,8 @@ _JOURNAL: Final = (
         ),
         (
             "replaced-file-not-synced",
-            "    write_new(written, data)\n    sync(written)\n",
-            "    write_new(written, data)\n",
+            "        write_new(written, data)\n        sync(written)\n",
+            "        write_new(written, data)\n",
             "test_a_replacement_is_synced_before_it_gets_the_name",
         ),
     ),

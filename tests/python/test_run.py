@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import resource
@@ -16,11 +17,12 @@ from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 import dora
 from dora.app.demo import unpack_demo
-from dora.app.saved_status import SavedStatus, read_saved
+from dora.app.saved_status import FRESH_S, SavedStatus, read_saved, read_status
 from dora.jobs import run as runs
 from dora.jobs.rows import Rows
 from dora.jobs.start import call, last_words, reap, start
@@ -28,6 +30,7 @@ from dora.journal.run_folder import RunFolder
 from dora.node.holder import Holder, find_process, hold_run, note_holder, read_holder
 from dora.observe.sentence import sentence
 from tests.e2e.runs import heed_ctrl_c
+from tests.journal.recorded import full_run, write
 
 #: A process that has a file open until it is interrupted. It blocks SIGINT: one that arrived before a read would not
 #: end that read.
@@ -69,11 +72,11 @@ def holder_of(folder: RunFolder, *, opens: Path | None = None) -> Iterator[subpr
             process.kill()
 
 
-def set_phase(folder: RunFolder, phase: str, *, reason: str = "") -> None:
+def set_phase(folder: RunFolder, phase: str, *, reason: str = "", age_s: float = 0.0) -> None:
     """Write the status anew, as a run does."""
     saved = read_saved(folder.root)
     now = replace(saved.snapshot, phase=phase, reason=reason)
-    status = SavedStatus(time.time(), "http://127.0.0.1:9", replace(now, sentence=sentence(now)))
+    status = SavedStatus(time.time() - age_s, "http://127.0.0.1:9", replace(now, sentence=sentence(now)))
     written = folder.status.with_name("written")
     written.write_bytes(msgspec.json.encode(status))
     later = folder.lock.stat().st_mtime_ns + 1_000_000
@@ -205,6 +208,25 @@ def test_wait_gives_up_after_its_time_and_the_run_goes_on(folder: RunFolder) -> 
         assert run.is_running
 
 
+#: Waits for a run, whose process it kills once it really waits.
+WAITS = """
+import os, signal, sys, time
+pid, sleep = int(sys.argv[2]), time.sleep
+time.sleep = lambda seconds: (os.kill(pid, signal.SIGKILL), sleep(seconds))
+import dora
+print(dora.attach(sys.argv[1]).wait()["phase"])
+"""
+
+
+def test_the_end_of_a_process_that_nobody_reaps_is_seen(folder: RunFolder) -> None:
+    """In a container without an init, PID 1 leaves it a zombie."""
+    with holder_of(folder) as process:
+        set_phase(folder, "finished")
+        waits = [sys.executable, "-c", WAITS, str(folder.root), str(process.pid)]
+        assert subprocess.check_output(waits, text=True, timeout=30) == "finished\n"
+        assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+
+
 def test_a_killed_run_is_interrupted_without_notice_at_once_and_wait_says_so(folder: RunFolder) -> None:
     with holder_of(folder) as process:
         set_phase(folder, "running")
@@ -213,6 +235,15 @@ def test_a_killed_run_is_interrupted_without_notice_at_once_and_wait_says_so(fol
         with pytest.raises(dora.RunFailed, match="the controller ended without notice"):
             run.wait()
     assert run.status()["phase"] == "interrupted"
+
+
+def test_a_run_that_can_no_longer_write_its_status_is_running_while_its_process_is(folder: RunFolder) -> None:
+    """As on a full disk."""
+    with holder_of(folder):
+        set_phase(folder, "running", age_s=2 * FRESH_S)
+        assert dora.attach(folder.root).status()["phase"] == "running"
+        assert asyncio.run(read_status(folder.root)).phase == "running"
+    assert asyncio.run(read_status(folder.root)).phase == "interrupted"
 
 
 def test_a_failed_run_raises_its_reason_in_wait(folder: RunFolder) -> None:
@@ -279,6 +310,28 @@ def test_the_process_of_a_run_writes_itself_into_the_lock(tmp_path: Path) -> Non
     lock.write_text("x" * 500)
     with hold_run(lock):
         assert read_holder(lock) == Holder.of(os.getpid())
+
+
+def test_a_resume_that_is_refused_leaves_the_holder(folder: RunFolder) -> None:
+    with hold_run(folder.lock):
+        with pytest.raises(dora.ConfigError, match="lock is held by another process"):
+            dora.resume(folder.root)
+        assert read_holder(folder.lock) == Holder.of(os.getpid())
+    assert not folder.output.exists()
+
+
+def test_a_run_that_has_nothing_more_to_do_keeps_its_last_process(folder: RunFolder) -> None:
+    folder = RunFolder(folder.root.rename(folder.root.with_name("dora-20260101-000000-abcd")))
+    world = full_run()
+    folder.journal.unlink()
+    write(folder, world.state.settings, world.journal)
+    note_holder(folder.lock, Holder.of(os.getpid()))
+    set_phase(folder, "finished")
+    ended = [sys.executable, "-m", "dora", "run", "--continue", "--trust-folder", "--set", "run.steps=10"]
+    said = subprocess.check_output([*ended, "--set", f"run.folder={folder.root.parent}"], text=True, timeout=60)
+    assert "the run has ended: all 10 steps are trained; there is nothing to resume" in said
+    assert read_holder(folder.lock) == Holder.of(os.getpid())
+    assert dora.attach(folder.root).status()["phase"] == "finished"
 
 
 # -- starting ---------------------------------------------------------------------------------------------------------
@@ -358,10 +411,10 @@ def test_an_invalid_configuration_is_refused_before_a_folder_exists(tmp_path: Pa
 PRINTS = """
 import sys
 from pathlib import Path
-from dora.cli.output import say, tell, tolerate_full_disk
+from dora.cli.output import say, tell, tolerate_lost_output
 folder = Path(sys.argv[1])
 opened = sys.stdout = sys.stderr = (folder / "output.log").open("a")
-tolerate_full_disk()
+tolerate_lost_output()
 say("first")
 filler = (folder / "filler").open("wb", buffering=0)
 try:
@@ -399,3 +452,14 @@ def test_what_a_run_prints_on_a_full_disk_is_dropped_and_does_not_end_it(tmp_pat
     lines = said.stdout.splitlines()
     assert (lines[0], lines[-1]) == ("first", "last")
     assert "lost 999" not in lines
+
+
+def test_what_a_run_prints_into_a_pipe_without_a_reader_is_dropped(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    prints = "from dora.cli.output import say, tolerate_lost_output; tolerate_lost_output(); say('lost'); say('lost')"
+    with os.fdopen(writing) as pipe:
+        said = subprocess.run(
+            [sys.executable, "-c", prints], stdout=pipe, stderr=subprocess.PIPE, check=True, timeout=60
+        )
+    assert said.stderr == b""

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dora.config.load import dump, load, set_key
+from dora.config.load import as_toml, dump, load, set_key
 from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.functions import load_function
-from dora.jobs.settings import as_overrides, as_toml, configuration
+from dora.jobs.settings import as_overrides, configuration
 
 
 def reward(response: str) -> float:
