@@ -184,7 +184,7 @@ async def test_a_file_that_begins_anew_at_this_moment_is_not_said_to_be_missing(
 # -- broken links and false sources -----------------------------------------------------------------------------------
 
 
-async def test_a_broken_connection_costs_one_piece(tmp_path: Path) -> None:
+async def test_a_broken_connection_costs_at_most_the_pieces_on_their_way(tmp_path: Path) -> None:
     maker, a = store_at(tmp_path / "maker"), store_at(tmp_path / "a")
     manifest = publish(maker)
     async with node(maker, after=9 * PIECE + PIECE // 2, cuts=True) as (_, proxy):
@@ -193,7 +193,7 @@ async def test_a_broken_connection_costs_one_piece(tmp_path: Path) -> None:
     pieces = proxy.pieces_asked_of("model.safetensors")
     assert sorted(set(pieces)) == list(range(NUM_PIECES))
     assert len(pieces) <= NUM_PIECES + AHEAD
-    assert proxy.num_bytes < 1.1 * NUM_BYTES
+    assert proxy.num_bytes < NUM_BYTES + (AHEAD + 0.1) * PIECE
 
 
 async def test_another_source_continues_where_the_first_has_ended(tmp_path: Path) -> None:
