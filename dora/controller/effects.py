@@ -174,7 +174,7 @@ class StreamAttempt:
         try:
             result = await self.engine.generate(url, request, partial(self.trajectories.append, trajectory, attempt))
             if result.was_stopped and key in self.ids.unstopped:
-                raise ProtocolError(f"{url}: stopped a request, which nobody had asked for")
+                raise ProtocolError(f"{url}: stopped a request without being asked to")
         except InvalidChoices as err:
             raise RunFailed(str(err)) from err
         except ServerGone as err:

@@ -332,7 +332,7 @@ async def test_a_request_that_ends_with_abort_although_nobody_stopped_it_has_fai
     event = await io.generate(order())
     assert isinstance(event, ev.GenerationFailed)
     assert (event.num_tokens, event.final, event.server_gone) == (len(tokens), False, False)
-    assert "which nobody had asked for" in event.reason
+    assert "without being asked to" in event.reason
     assert not io.unstopped
 
 
