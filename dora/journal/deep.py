@@ -42,7 +42,8 @@ TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 5e-2}
 DECISIVE: Final = 40.0
 #: Most that one token says, as one that is rounded strangely says nothing about its version.
 MOST_PER_TOKEN: Final = 3.0
-#: The sum must also be so many standard deviations from 0: if a neighbor differs by rounding alone, it is a random walk.
+#: The sum must also be so many standard deviations from 0: a neighbor that differs by rounding alone makes it a random
+#: walk.
 DEVIATIONS: Final = 5.0
 #: Largest mean square of the evidence of a token in such a walk, as its steps are bounded.
 MOST_SQUARE: Final = 4.0
