@@ -28,6 +28,10 @@ class InFlight:
         self._tasks[trajectory] = task
         task.add_done_callback(partial(self._end, trajectory))
 
+    def request(self, trajectory: TrajectoryId) -> asyncio.Task[None] | None:
+        """Return the task of a trajectory's request, if one is in flight."""
+        return self._tasks.get(trajectory)
+
     def _end(self, trajectory: TrajectoryId, task: asyncio.Task[None]) -> None:
         if self._tasks.get(trajectory) is task:
             del self._tasks[trajectory]

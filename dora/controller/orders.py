@@ -25,6 +25,10 @@ from dora.core.ids import GroupId, TrajectoryId, VersionId
 from dora.core.phases import GroupPhase
 from dora.journal.commits import Commits
 
+#: How long a stop may take before it is sent again: a server ignores one that arrives before its request. More would
+#: not help, as a server that is paused keeps its requests until it goes on.
+STOP_AGAIN_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
+
 
 class EvaluationObserver(Protocol):
     """A receiver of completed evaluations."""
@@ -124,7 +128,16 @@ class Orders:
             self.restart(order)
 
     def _stop(self, order: cmd.StopRequest, position: int) -> None:
-        self.tasks.background(self.stop(order), name="stop-request")
+        request = self.in_flight.request(order.trajectory)
+        if request is not None:  # else it has ended, and its event says so
+            self.tasks.background(self._stop_request(order, request), name="stop-request")
+
+    async def _stop_request(self, order: cmd.StopRequest, request: asyncio.Task[None]) -> None:
+        for pause_s in STOP_AGAIN_S:
+            await self.stop(order)
+            await asyncio.wait({request}, timeout=pause_s)
+            if request.done():
+                return
 
     def _condemn(self, order: cmd.CondemnInstance, position: int) -> None:
         self.fleet.condemn(order.instance, incarnation=order.incarnation, reason=order.reason)

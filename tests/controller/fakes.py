@@ -95,6 +95,7 @@ class FakeEngines:
         self.bug: Exception | None = None
         self.used_tokens: dict[str, int] = {}  # KV by url; others hold none
         self.thaw = asyncio.Event()  # frozen answers go on
+        self.ignored_stops = 0  # before one that has an effect: frozen answers go on
         self.refused: set[int] = set()  # numbers of the requests that are refused for good
 
     async def generate(self, url: str, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
@@ -122,6 +123,8 @@ class FakeEngines:
 
     async def stop(self, url: str, request_id: str) -> None:
         self.stops.append(request_id)
+        if len(self.stops) > self.ignored_stops:
+            self.thaw.set()
 
     async def kv_use(self, url: str) -> KvUse:
         return KvUse(self.used_tokens.get(url, 0), KV_TOKENS)

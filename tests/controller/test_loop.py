@@ -94,6 +94,25 @@ async def test_every_trained_token_was_in_the_token_log_before_it_was_trained(jo
         assert length == len(prompt.tokens) + len(stored.answers[TrajectoryId(trajectory)].tokens)
 
 
+async def test_a_stop_that_a_server_ignores_is_sent_again_while_the_request_goes_on(jobs: Any) -> None:
+    """A server does not know a request that has not reached it yet."""
+    job = jobs()
+    job.engines.frozen.add("http://engine-0")
+    job.engines.ignored_stops = 1
+    orders: list[cmd.StopRequest] = []
+
+    def stop_the_first(event: ev.Event, commands: list[cmd.Command]) -> None:
+        begun = [order for order in commands if isinstance(order, cmd.Generate) and order.instance == 0]
+        if begun and not orders:
+            orders.append(cmd.StopRequest(begun[0].trajectory, begun[0].attempt, begun[0].instance))
+            commands += orders
+
+    job.watcher.hook = stop_the_first
+    outcome = await job.run()
+    assert outcome.finished
+    assert job.engines.stops == [job.io.ids.of(orders[0])] * 2
+
+
 def freeze_until_lost(job: Job) -> list[str]:
     """Engine 0 falls silent in the middle of its first answers, until it is started again.
 
