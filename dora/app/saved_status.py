@@ -20,7 +20,7 @@ import msgspec
 from dora import files, foreign
 from dora.errors import ConfigError, DoraError
 from dora.journal.run_folder import RunFolder
-from dora.node.holder import is_held_here
+from dora.node.holder import is_held_here, was_held_here
 from dora.observe.groups import GroupRow
 from dora.observe.sentence import ENDED, sentence
 from dora.observe.snapshot import Snapshot
@@ -93,7 +93,10 @@ async def read_status(folder: Path) -> Snapshot:
         live = await fetch(saved.url, timeout_s=_ANSWER_S)
         if live.run_id == saved.snapshot.run_id:
             return live
-    return saved.snapshot
+    if not was_held_here(RunFolder(folder).lock):
+        return saved.snapshot
+    last = read_saved(folder).snapshot  # again: it may have ended since, and said so
+    return last if last.phase in ENDED else ended_without_notice(last)
 
 
 def ended_without_notice(last: Snapshot) -> Snapshot:

@@ -96,3 +96,9 @@ def is_held_here(lock: Path) -> bool:
     """Return whether a process of this host holds the run."""
     holder, lock = read_holder(lock), lock.parent.resolve() / lock.name
     return holder is not None and holder.is_here and find_process(holder.pid, holder.started, lock=lock) is not None
+
+
+def was_held_here(lock: Path) -> bool:
+    """Return whether the last holder was a process of this host, and has ended."""
+    holder = read_holder(lock)
+    return holder is not None and holder.is_here and not is_held_here(lock)

@@ -235,6 +235,7 @@ def test_a_killed_run_is_interrupted_without_notice_at_once_and_wait_says_so(fol
         with pytest.raises(dora.RunFailed, match="the controller ended without notice"):
             run.wait()
     assert run.status()["phase"] == "interrupted"
+    assert asyncio.run(read_status(folder.root)).phase == "interrupted"
 
 
 def test_a_run_that_can_no_longer_write_its_status_is_running_while_its_process_is(folder: RunFolder) -> None:
