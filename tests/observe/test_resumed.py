@@ -52,6 +52,13 @@ def test_a_metric_that_is_not_finite_is_null_in_a_row_whose_alarms_are_recalled(
     assert list(drift.alarms) == ["update_skipped"]
 
 
+def test_a_resumed_run_has_the_metrics_of_the_last_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"kind": "step", "step": step, "trainer": {"loss": step, "grad_norm": None}} for step in range(2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert resumed(path).snapshot().trainer_metrics == {"loss": 1.0}
+
+
 @pytest.mark.parametrize(
     ("lengths", "mean", "p90", "longest"),
     [
