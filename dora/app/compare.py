@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +25,8 @@ from dora.observe.snapshot import Snapshot
 
 #: Points of one curve.
 MAX_POINTS: Final = 500
+#: Largest number in a curve: larger ones are of no run, and may fit neither a float nor JSON.
+MAX_NUMBER: Final = 2**53
 #: Curves over steps, by what rows of kind `step` call their values.
 CURVES: Final = {
     "reward_all_mean": "Reward in training",
@@ -152,7 +153,7 @@ def _curves(folder: RunFolder) -> dict[str, list[Point]]:
 
 def _add(curves: dict[str, list[Point]], heading: str, step: Any, at: Any, value: Any) -> None:
     """Add a point, unless others have written something else into the row."""
-    if all(isinstance(number, Real) for number in (step, at, value)):
+    if all(isinstance(number, int | float) and abs(number) <= MAX_NUMBER for number in (step, at, value)):
         curves.setdefault(heading, []).append((step, round(at / 60, 3), value))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from dora.app.simulate import from_file, from_run, is_workload
 from dora.app.trainer_check import outline_of
 from dora.config.load import as_toml, read_toml, set_key, without_unset
 from dora.config.load import load as load_config
-from dora.config.rules import may_serve_adapters
+from dora.config.rules import may_serve_adapters, problems
 from dora.config.schema import Config
 from dora.core.decode_time import DecodeTime
 from dora.errors import ConfigError
@@ -49,6 +50,7 @@ SLOTS: Final = 256
 
 #: Keys of a workload that a plan may change, and their names in a configuration.
 _KEYS: Final = {
+    "job.strategy": "rollout.strategy",
     "job.max_staleness": "rollout.max_staleness",
     "fleet.server.slots": "engine.slots",
     "train.micro_batch_tokens": "trainer.micro_batch_tokens",
@@ -65,6 +67,7 @@ class Question:
     fits: Callable[[Workload], bool]  #: whether a rank has enough memory
     tables: dict[str, Any]  #: of the file, into which a plan is written
     config: Config | None = None  #: if the file is a configuration, not a workload
+    has_nodes: bool = False  #: whether the devices are the GPUs of its nodes
 
     def changes(self, planned: Workload) -> dict[str, Any]:
         """Return the settings of the file that a plan changes, by dotted key."""
@@ -77,19 +80,42 @@ class Question:
             "trainer.ranks": planned.num_ranks * (self.config.trainer.ranks // self.config.data_groups),
             "engine.instances": planned.num_instances,
         }
-        if self.config.nodes.expected:
+        nodes = self.config.nodes
+        if nodes.expected:
             del split["engine.instances"]  # a node has as many as its GPUs allow
+        if self.has_nodes:
+            on_nodes = planned.fleet.devices if nodes.train else planned.fleet.rollout_devices
+            split["nodes.expected"] = on_nodes // nodes.gpus
+            if nodes.train not in ("auto", 0):
+                split["nodes.train"] = planned.train_devices // nodes.gpus
         given = {
             "engine.tensor_parallel": self.config.engine.tensor_parallel,
             "trainer.ranks": self.config.trainer.ranks,
             "engine.instances": self.config.num_managed,
             "engine.adapters": self.config.engine.adapters,
+            "nodes.expected": nodes.expected,
+            "nodes.train": nodes.train,
         }
         if planned.adapters.use != "none":
             split["engine.adapters"] = planned.adapters.use == "served"
         found = {name: value for name, value in split.items() if value != given[name]}
         keys = _KEYS if self.config.kv_tokens is None else {**_KEYS, "fleet.server.kv_tokens": "engine.kv_tokens"}
+        if "train.micro_batch_tokens" in changed:
+            changed["train.micro_batch_tokens"] //= self.config.trainer.parallel.context  # of each rank of a group
         return found | {name: changed[key] for key, name in keys.items() if key in changed}
+
+    def why_not(self, planned: Workload) -> str:
+        """Return why the run would be impossible as it is planned; "" if it is possible."""
+        if not self.fits(planned):
+            return "a trainer rank needs more memory than a device has"
+        if self.config is None:
+            return ""
+        sections: dict[str, dict[str, Any]] = defaultdict(dict)
+        for key, value in self.changes(planned).items():
+            section, name = key.split(".")
+            sections[section][name] = value
+        changed = {name: getattr(self.config, name).model_copy(update=values) for name, values in sections.items()}
+        return next(problems(self.config.model_copy(update=changed)), "")
 
     @property
     def uses(self) -> tuple[AdapterUse, ...]:
@@ -118,8 +144,7 @@ def ask(path: Path | None, recorded: Path | None, *, gpus: str | None, overrides
             raise ConfigError(f"--gpus {gpus}: is for configurations; a workload has its devices in fleet.devices")
         return _of_workload(*from_file(path), overrides)
     config = load_config(path, overrides, environ=os.environ)
-    if config.engine.urls or not (config.num_managed or config.nodes.expected):
-        raise ConfigError(f"{path}: can be planned only if the run starts its servers (engine.instances)")
+    _require_own_servers(config, origin=str(path))
     tables = read_toml(path)
     for override in overrides:
         set_key(tables, override)
@@ -135,12 +160,37 @@ def ask(path: Path | None, recorded: Path | None, *, gpus: str | None, overrides
     return Question(checked(workload, origin=str(path)), workload, note, _always, tables, config)
 
 
+def _require_own_servers(config: Config, *, origin: str) -> None:
+    if config.engine.urls or not (config.num_managed or config.nodes.expected):
+        raise ConfigError(f"{origin}: can be planned only if the run starts its servers (engine.instances)")
+
+
 def _of_run(folder: Path, overrides: Sequence[str]) -> Question:
     """Return the question of a finished run, whose plan is for its configuration."""
     workload, note = from_run(folder)
     tables = read_toml(RunFolder(folder).config)
     config = load_config(tables, environ=os.environ)
+    _require_own_servers(config, origin=str(folder))
+    workload = _with_devices(workload, config)
     return Question(_changed(workload, overrides), workload, note, _always, tables, config)
+
+
+def _with_devices(workload: Workload, config: Config) -> Workload:
+    """Return the workload of a run, in which a server or a group of ranks is one device, with the devices of each."""
+    width, of_group = config.engine.tensor_parallel, config.trainer.ranks // config.data_groups
+    rollout = width * workload.num_instances
+    return workload.with_changes(
+        fleet={
+            "devices": rollout + of_group * workload.num_ranks,
+            "rollout_devices": rollout,
+            "devices_per_instance": width,
+            "widths": (width,),
+        },
+        train={
+            "devices_per_rank": of_group,
+            "tokens_s_per_device": workload.train.tokens_s_per_device / of_group,
+        },
+    )
 
 
 def _of_workload(workload: Workload, note: str, overrides: Sequence[str]) -> Question:
@@ -168,7 +218,7 @@ def _on_gpus(config: Config, gpus: Gpus, tables: dict[str, Any], *, origin: str)
     workload = _with_times(workload_of(config), config, gpus, shapes)
 
     def fits(planned: Workload) -> bool:
-        tokens = max(planned.train.micro_batch_tokens, longest)
+        tokens = max(planned.train.micro_batch_tokens // config.trainer.parallel.context, longest)
         alone = outline.forecast(tokens=tokens, longest=longest, ranks=1)
         ranks = max(1, planned.train_devices // replicate)
         is_whole = not config.nodes.expected or planned.train_devices % config.nodes.gpus == 0
@@ -179,7 +229,7 @@ def _on_gpus(config: Config, gpus: Gpus, tables: dict[str, Any], *, origin: str)
         f"with {BANDWIDTH / 1e12:g} TB/s and {FLOPS / 1e12:g} TFLOP/s in training, assumed, not measured: "
         "`dora check CONFIG --measure FILE` on them, then `dora plan FILE`\n"
     )
-    return Question(workload, workload, note, fits, tables, config)
+    return Question(workload, workload, note, fits, tables, config, has_nodes=bool(config.nodes.expected))
 
 
 def _with_times(workload: Workload, config: Config, gpus: Gpus, shapes: Shapes) -> Workload:

@@ -49,7 +49,7 @@ def plan(
         staleness=staleness or range(workload.rules.max_staleness + 1),
         widths=widths,
         uses=[workload.adapters.use] if recorded is not None else question.uses,  # a run has measured one use
-        fits=question.fits,
+        why_not=question.why_not,
         seed=seed,
         processes=processes or min(2, os.cpu_count() or 1),
         progress=lambda number: show_progress(f"{number} simulations"),

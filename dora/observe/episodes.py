@@ -199,7 +199,7 @@ class TimedEpisodes:
             sampled_tokens_mean=fmean(len(r.tokens) for r in records.values()) - fmean(not_sampled),
             observation_tokens_mean=fmean(observed),
             call_s_mean=fmean(calls_s) if calls_s else None,
-            call_s_p90=calls_s[int(0.9 * (len(calls_s) - 1))] if calls_s else None,
+            call_s_p90=calls_s[-(-9 * len(calls_s) // 10) - 1] if calls_s else None,
             call_share=sum(calls_s) / episodes_s if episodes_s else None,
             turn_rewards=tuple(fmean(r for r in turn if r is not None) for turn in rewards),
             truncated=dict(Counter(r.truncated for r in records.values() if r.truncated)),

@@ -27,6 +27,7 @@ from dora.observe.timeline import Doing, Timeline
 from dora.transport.messages import RankSpans
 
 _CALLING: Final = TrajectoryPhase.CALLING  # globals: see core/tables.py
+_GRADING: Final = TrajectoryPhase.GRADING
 
 #: Number of recent messages of a rank from which the difference between its clock and the controller's is taken.
 RECENT_MESSAGES: Final = 64
@@ -137,11 +138,8 @@ class Lanes:
         """Note where trajectories are; return the instances concerned."""
         touched: set[InstanceId] = set()
         if (trajectory := getattr(event, "trajectory", None)) is not None:
-            if not isinstance(event, ev.TrajectoryGraded) and (place := self._where.pop(trajectory, None)) is not None:
-                if trajectory in self._state.trajectories:
-                    self._left[trajectory] = place
-                self._sampling.get(place, set()).discard(trajectory)
-                touched.add(place)
+            if not isinstance(event, ev.TrajectoryGraded):
+                touched |= self._leave(trajectory)
         elif (instance := getattr(event, "instance", None)) is not None:
             touched.add(instance)
             if isinstance(event, ev.InstanceLost):
@@ -168,6 +166,19 @@ class Lanes:
                 for sibling in range(len(command.rewards)):
                     self._left.pop(TrajectoryId(command.group * len(command.rewards) + sibling), None)
         return touched
+
+    def _leave(self, trajectory: TrajectoryId) -> set[InstanceId]:
+        """Note that an answer is at no instance now; return the one that it has left, if any."""
+        place = self._where.pop(trajectory, None)
+        found = self._state.trajectories.get(trajectory)
+        if found is None or found.phase is _GRADING:
+            self._left.pop(trajectory, None)  # it has ended
+        elif place is not None:
+            self._left[trajectory] = place
+        if place is None:
+            return set()
+        self._sampling.get(place, set()).discard(trajectory)
+        return {place}
 
     def _note_move(self, order: cmd.Generate, at: float) -> None:
         """Note that an answer continues on another instance than before; the earlier instance may be lost."""

@@ -193,7 +193,8 @@ class Observed:
     def _recall_step(self, row: Mapping[str, Any]) -> None:
         earlier = msgspec.convert(row, _Trained)
         self._told.add(earlier.step)
-        self._drift.note(earlier.step, {n: v for n, v in earlier.trainer.items() if v is not None})
+        self.facts.trainer_metrics = {n: v for n, v in earlier.trainer.items() if v is not None}
+        self._drift.note(earlier.step, self.facts.trainer_metrics)
         self.facts.alarms = [*self._drift.alarms.values()]
         self.facts.recall_step(msgspec.convert(row, StepFacts))
 

@@ -130,7 +130,7 @@ class Steps:
         `state`: before its StepTrained. A step that is trained again has no shares: its groups were graded before.
         """
         groups = state.feed.groups(step)
-        answers = [t for g in groups for t in g.trajectories]
+        answers = [t for g in groups for t in g.trajectories if t.reward is not None]
         rewards = [t.reward for t in answers if t.reward is not None]
         duration_s = state.now - self.began_at
         facts = StepFacts(
@@ -143,7 +143,7 @@ class Steps:
             idle_s=min(state.feed.idle_s, duration_s),
             waited_for=self.waited_for,
         )
-        facts = replace(facts, **_lengths([t.num_tokens for t in answers if t.reward is not None]))
+        facts = replace(facts, **_lengths([t.num_tokens for t in answers]))
         self.began_at, self.waited_for = state.now, ""
         if step >= self.next_step:
             facts = replace(facts, **self.graded.shares())

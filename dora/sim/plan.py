@@ -68,7 +68,7 @@ def search(
     staleness: Sequence[int],
     widths: Sequence[int] = (),
     uses: Sequence[AdapterUse] = (),
-    fits: Callable[[Workload], bool] = lambda _: True,
+    why_not: Callable[[Workload], str] = lambda _: "",
     seed: int = 0,
     most: int = BEST,
     processes: int = 1,
@@ -78,16 +78,16 @@ def search(
     the workload's own K, width and split are ignored. Without `widths`, those of the workload are tried. Without
     `uses`, an adapter is both served and merged.
 
-    `fits` says whether a plan has enough memory, as far as the workload does not say it; `progress` is told the number
+    `why_not` says why a plan is impossible as far as the workload does not say it, or ""; `progress` is told the number
     of simulations so far. ConfigError if no plan is possible.
     """
     spaces: list[_Space] = []
     problems: list[str] = []
     for use in uses or uses_of(workload):
         one = workload.with_changes(adapters={"use": use})
-        some, why_not = _spaces(one, staleness=staleness, widths=widths, fits=fits, seed=seed)
+        some, refused = _spaces(one, staleness=staleness, widths=widths, why_not=why_not, seed=seed)
         spaces += some
-        problems += why_not
+        problems += refused
     if not spaces:
         raise ConfigError(f"fleet.devices: no plan for {workload.fleet.devices} devices is possible", *problems)
     with _simulations(processes, seed=seed, progress=progress) as run:
@@ -98,7 +98,7 @@ def search(
             raise RunFailed("every simulation of a plan failed: the job cannot end with these lengths and faults")
         firsts = {plan.workload.adapters.use: plan for plan in reversed(ranked)}
         best = [plan for place, plan in enumerate(ranked) if place < most or plan in firsts.values()]
-        best = [_search_sizes(plan, run, fits=fits) if plan in firsts.values() else plan for plan in best]
+        best = [_search_sizes(plan, run, why_not=why_not) if plan in firsts.values() else plan for plan in best]
         longer = [shortened(plan.workload, steps=FINAL_STEPS) for plan in best]
         final = [SimulatedPlan(plan.workload, r) for plan, r in zip(best, run(longer), strict=True) if r is not None]
     return sorted(final, key=lambda plan: plan.result.step_s)
@@ -151,7 +151,7 @@ def _spaces(
     *,
     staleness: Sequence[int],
     widths: Sequence[int],
-    fits: Callable[[Workload], bool],
+    why_not: Callable[[Workload], str],
     seed: int,
 ) -> tuple[list[_Space], list[str]]:
     """Return the possible plans of each K and width, and why others are impossible."""
@@ -162,7 +162,7 @@ def _spaces(
             origin = f"K = {k}, {width} devices a server{', merged' if workload.adapters.use == 'merged' else ''}"
             try:
                 one = workload.with_changes(job={"max_staleness": k}).with_width(width)
-                splits, problem = splits_of(one, fits=fits, origin=origin)
+                splits, problem = splits_of(one, why_not=why_not, origin=origin)
             except ConfigError as err:
                 problem = f"{origin}: {err}"
             if splits:
@@ -180,7 +180,7 @@ def uses_of(workload: Workload) -> tuple[AdapterUse, ...]:
 
 
 def splits_of(
-    workload: Workload, *, origin: str, fits: Callable[[Workload], bool] = lambda _: True
+    workload: Workload, *, origin: str, why_not: Callable[[Workload], str] = lambda _: ""
 ) -> tuple[list[Workload], str]:
     """Return the workload at its possible splits, at most SPLITS of them in equal distances, or why there is none."""
     fleet, problem = workload.fleet, f"{origin}: there are too few devices"
@@ -194,10 +194,10 @@ def splits_of(
         except ConfigError as err:
             problem = str(err)
             continue
-        if fits(split):
-            found.append(split)
+        if reason := why_not(split):
+            problem = f"{origin}: {reason}"
         else:
-            problem = f"{origin}: a trainer rank needs more memory than a device has"
+            found.append(split)
     return found, problem
 
 
@@ -233,7 +233,7 @@ def _try(wanted: Sequence[tuple[_Space, int]], run: Simulate) -> None:
             space.tried[i] = SimulatedPlan(space.splits[i], result)
 
 
-def _search_sizes(plan: SimulatedPlan, run: Simulate, *, fits: Callable[[Workload], bool]) -> SimulatedPlan:
+def _search_sizes(plan: SimulatedPlan, run: Simulate, *, why_not: Callable[[Workload], str]) -> SimulatedPlan:
     """Return the plan with half or twice the slots and the micro-batch, where that is worth it."""
     server, train = plan.workload.fleet.server, plan.workload.train
     changed = []
@@ -242,7 +242,7 @@ def _search_sizes(plan: SimulatedPlan, run: Simulate, *, fits: Callable[[Workloa
         changed.append(plan.workload.with_changes(fleet={"server": slots}))
         tokens = max(1, train.micro_batch_tokens * half // 2)
         changed.append(plan.workload.with_changes(train={"micro_batch_tokens": tokens}))
-    changed = [workload for workload in changed if fits(workload)]
+    changed = [workload for workload in changed if not why_not(workload)]
     results = run([shortened(workload) for workload in changed])
     found = [SimulatedPlan(workload, r) for workload, r in zip(changed, results, strict=True) if r is not None]
     fastest = min(found, key=lambda other: other.result.step_s, default=plan)

@@ -13,11 +13,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heapreplace
+from heapq import heappush, heapreplace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from dora.config.load import read_toml
@@ -108,7 +109,7 @@ class _Reader:
 
     def __init__(self, settings: Settings, *, graders: int) -> None:
         self.record = RecordedRun(settings, graders=graders)
-        self._graders = [0.0] * graders  # a heap of the times since which each is free
+        self._graders: list[float] = []  # a heap of the times since which each that had an answer is free
         self._batches: dict[InstanceId, _Batch] = {}
         self._running: dict[TrajectoryId, tuple[cmd.Generate, float, float, int]] = {}  # order, since, `_Batch.join`
         self._grading: dict[TrajectoryId, float] = {}
@@ -148,8 +149,12 @@ class _Reader:
                 for under_way in (self._running, self._batches, self._grading, self._pushing, self._waves):
                     under_way.clear()  # their ends are not in the journal
             case ev.TrajectoryGraded() if event.trajectory in self._grading:
-                begun = max(self._grading.pop(event.trajectory), heapreplace(self._graders, event.at))
-                record.grading_s.append(event.at - begun)
+                free_at = 0.0
+                if len(self._graders) < record.graders:
+                    heappush(self._graders, event.at)
+                else:
+                    free_at = heapreplace(self._graders, event.at)
+                record.grading_s.append(event.at - max(self._grading.pop(event.trajectory), free_at))
                 if event.trajectory >= 0:
                     record.rewards[event.trajectory] = event.reward if event.reward is not None else 0.0
             case ev.WeightPushFinished() if (event.instance, event.attempt) in self._pushing:
@@ -213,13 +218,26 @@ class _Reader:
                 pass
 
 
+class _Task(msgspec.Struct):
+    graders: Annotated[int, msgspec.Meta(ge=1)] = 1
+
+
+class _Config(msgspec.Struct):
+    """What is needed of the configuration of a run."""
+
+    task: _Task = msgspec.field(default_factory=_Task)
+
+
 def read_run(folder: Path) -> tuple[Workload, RecordedRun]:
     """Return the workload of a finished run, and its measurements."""
     run = RunFolder.open(folder)
     journal = Journal(run.journal)
-    task = read_toml(run.config).get("task", {})
     try:
-        record = _Reader(journal.header.settings, graders=task.get("graders", 1)).read(journal)
+        config = msgspec.convert(read_toml(run.config), _Config)
+    except msgspec.ValidationError as err:
+        raise ConfigError(f"{run.config}: {err}") from err
+    try:
+        record = _Reader(journal.header.settings, graders=config.task.graders).read(journal)
         if len(record.trained) < 2 or not record.requests:
             raise ConfigError(f"{folder}: has trained {len(record.trained)} steps; a simulation needs at least 2")
         return checked(_workload(record), origin=str(folder)), record
@@ -271,7 +289,9 @@ def _grade(record: RecordedRun) -> GradingModel:
     mean_s = fmean(record.grading_s)
     variance = fmean([(seconds - mean_s) ** 2 for seconds in record.grading_s])
     sigma = math.sqrt(math.log1p(variance / mean_s**2))
-    return GradingModel(median_s=mean_s * math.exp(-(sigma**2) / 2), sigma=sigma, workers=record.graders)
+    return GradingModel(
+        median_s=mean_s * math.exp(-(sigma**2) / 2), sigma=sigma, workers=min(record.graders, len(record.grading_s))
+    )
 
 
 def _adapters(record: RecordedRun) -> AdapterModel:

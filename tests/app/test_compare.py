@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from dora.app.compare import MAX_POINTS, _curves, _settings
@@ -36,6 +37,10 @@ def test_a_row_with_something_else_in_it_has_no_point(tmp_path: Path) -> None:
         {"kind": "step", "step": 1, "at": None, "reward_all_mean": 0.5},
         {"kind": "step", "step": 2, "at": 60.0, "reward_all_mean": [0.5]},
         {"kind": "evaluation", "version": 0, "at": 30.0, "mean": None},
+        {"kind": "step", "step": 3, "at": 10**400, "reward_all_mean": 0.5},
+        {"kind": "step", "step": 10**30, "at": 60.0, "reward_all_mean": 0.5},
+        {"kind": "step", "step": 4, "at": math.inf, "reward_all_mean": 0.5},
+        {"kind": "step", "step": 5, "at": 60.0, "reward_all_mean": math.nan},
         ["kind"],
     )
     assert _curves(run) == {}

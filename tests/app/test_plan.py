@@ -12,6 +12,8 @@ from dora.app.plan import ask
 from dora.cli.app import app
 from dora.config.load import load
 from dora.errors import ConfigError
+from dora.sim.plan import splits_of
+from dora.sim.recorded import read_run
 from dora.sim.workload import load as load_workload
 from tests.sim.test_recorded import record
 from tests.sim.worlds import workload
@@ -148,6 +150,63 @@ def test_ranks_that_do_not_fit_are_not_planned(tmp_path: Path) -> None:
     wide = question.workload.with_changes(train={"micro_batch_tokens": 4_000_000})
     assert question.fits(question.workload)
     assert not question.fits(wide)
+
+
+GPU_JOB = (
+    '[engine]\nkind = "sglang"\ndevice = "cuda"\ninstances = 4\n[rollout]\nmax_staleness = 1\n'
+    '[trainer]\ndevice = "cuda"\nranks = 4\n'
+)
+
+
+def test_a_plan_that_the_run_would_refuse_is_left_out(tmp_path: Path) -> None:
+    config = tmp_path / "job.toml"
+    config.write_text(f"{GPU_JOB}[trainer.parallel]\nreplicate = 2\n")
+    question = ask(config, None, gpus="8x80GB", overrides=["model.path=seed"])
+    splits, problem = splits_of(question.workload, origin="plan", why_not=question.why_not)
+    assert [split.train_devices for split in splits] == [6, 4, 2]
+    assert problem == "plan: trainer.parallel.replicate: 1 trainer.ranks cannot be divided into 2 equal groups"
+
+
+def test_the_micro_batch_of_a_plan_is_that_of_one_rank(tmp_path: Path) -> None:
+    config = tmp_path / "job.toml"
+    config.write_text(f"{GPU_JOB}micro_batch_tokens = 8192\n[trainer.parallel]\ncontext = 2\n")
+    question = ask(config, None, gpus="8x80GB", overrides=["model.path=seed"])
+    assert question.workload.train.micro_batch_tokens == 16_384
+    halved = question.workload.with_changes(train={"micro_batch_tokens": 8192})
+    assert question.changes(halved) == {"trainer.micro_batch_tokens": 4096}
+
+
+def test_a_plan_for_another_strategy_sets_it() -> None:
+    question = ask(ROOT / "launch/configs/arithmetic-cpu.toml", None, gpus=None, overrides=[])
+    other = question.given.with_changes(job={"strategy": "partial"})
+    assert question.changes(other) == {"rollout.strategy": "partial"}
+
+
+@pytest.mark.parametrize(("train", "of_train"), [('"auto"', {}), ("1", {"nodes.train": 2})])
+def test_a_plan_for_more_nodes_sets_their_number(tmp_path: Path, train: str, of_train: dict[str, int]) -> None:
+    config = tmp_path / "job.toml"
+    job = GPU_JOB.replace("instances = 4\n", "").replace("ranks = 4", "ranks = 8")
+    config.write_text(f"{job}[nodes]\nexpected = 2\ngpus = 8\ntrain = {train}\n")
+    question = ask(config, None, gpus="32x80GB", overrides=["model.path=seed"])
+    planned = question.workload.with_changes(fleet={"rollout_devices": 16})
+    assert question.why_not(planned) == ""
+    assert question.changes(planned) == {"trainer.ranks": 16, "nodes.expected": 4, **of_train}
+    assert load(tomllib.loads(question.text(planned)), environ={}).num_managed == 16
+
+
+def test_a_finished_run_is_planned_with_the_gpus_of_its_servers(tmp_path: Path) -> None:
+    folder, _ = record(workload("dora", k=1), tmp_path)
+    text = '[engine]\nkind = "sglang"\ntensor_parallel = 2\ninstances = 8\n[rollout]\nmax_staleness = 1\n'
+    folder.config.write_text(f"{text}[trainer]\nranks = 8\n[trainer.parallel]\ncontext = 2\n")
+    question = ask(None, folder.root, gpus=None, overrides=[])
+    planned = question.workload
+    assert (planned.fleet.devices, planned.fleet.rollout_devices, planned.fleet.widths) == (24, 16, (2,))
+    assert (planned.num_instances, planned.num_ranks) == (8, 4)
+    assert planned.rank_tokens_s == pytest.approx(read_run(folder.root)[0].rank_tokens_s)
+    assert question.changes(planned) == {}
+    folder.config.write_text('[engine]\nurls = ["http://a:1", "http://b:1"]\n[rollout]\nmax_staleness = 1\n')
+    with pytest.raises(ConfigError, match="only if the run starts its servers"):
+        ask(None, folder.root, gpus=None, overrides=[])
 
 
 def test_a_finished_run_is_planned_as_its_configuration(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_an_episode_is_counted_by_turns_calls_tokens_rewards_and_time(turns: Tim
     assert (stats.count, stats.turns_mean, stats.turns_max, stats.calls_mean, stats.calls_max) == (2, 1.5, 2, 1.0, 2)
     assert (stats.sampled_tokens_mean, stats.observation_tokens_mean) == ((9 + 30) / 2, 1.5)
     assert stats.turn_rewards == (0.5, 1.0)
-    assert (stats.call_s_mean, stats.call_share) == (2.0, 4.0 / 16.0)
+    assert (stats.call_s_mean, stats.call_s_p90, stats.call_share) == (2.0, 3.0, 4.0 / 16.0)
     assert stats.truncated == {"tokens": 1}
     assert turns.calls_s(ONE) == (3.0, 1.0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -391,3 +392,18 @@ def test_ranks_that_are_absent_after_a_loss_do_not_hold_up_those_that_train(tmp_
     assert absent[0][2] == absent[-2][2] == "start"
     assert all(before[1] == after[0] for before, after in pairwise(absent))
     assert absent[-1][1] == 999.0
+
+
+@pytest.mark.parametrize("calls", [0.0, 0.5])
+def test_nothing_is_kept_of_answers_that_have_ended(calls: float) -> None:
+    faults = replace(FAULTS, call_ends=0.3, call_fails=0.1, late_completion=0.1)
+    world = World(settings(group_size=4), seed=5, faults=faults, calls=calls)
+    lanes = Lanes(world.state, num_ranks=RANKS, time_scale=1.0)
+
+    def take(event: ev.Event, orders: list[cmd.Command]) -> None:
+        lanes.apply(event, orders)
+        assert lanes._left.keys() | lanes._where.keys() <= world.state.trajectories.keys()
+
+    world.sink = take
+    world.run()
+    assert not lanes._left

@@ -43,9 +43,11 @@ RESUMED = {
     r"durations\..*": "histograms are folded from events, so that a replay rebuilds them",
     r".*call_(s_mean|s_p90|share)": "calls from before the resume count",
     r"num_tokens": "observations were not sampled",
+    r"trainer_metrics\..*": "the row of the last step has them",
     r"(.*\.)?(duration_s|waited_for|idle_reason)": "since the StepTrained before, also of a step trained again",
     r"eta_s|trained_tokens_per_s|.*idle_share": "follows from duration_s and from slots in use before the resume",
 }
+LONGEST = {r".*call_s_p90": "nine of ten calls are at most as long"}
 IN_ROWS = r"at|(.*\.)?duration_s|eta_s|trained_tokens_per_s|tokens_per_s|.*idle_share|(tokens|rank_s|instance_s)\..*"
 
 #: What snapshots have said since the recordings were taken, with its value in all of them.
@@ -350,7 +352,8 @@ def _listed(recording: str, found: list[kept.Difference]) -> Iterator[str]:
             shown.add(field)
         reasons = RESUMED if recording.endswith(".1") else {}
         reason = next(
-            (why for pattern, why in {**reasons, IN_ROWS: FOLDED}.items() if re.fullmatch(pattern, field)), ""
+            (why for pattern, why in {**reasons, **LONGEST, IN_ROWS: FOLDED}.items() if re.fullmatch(pattern, field)),
+            "",
         )
         assert reason, each
         yield "\t".join([recording, each.place, field, f"{each.recorded}", f"{each.written}", reason])

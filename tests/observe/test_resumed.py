@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from dora.controller.recorder import _line
+from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.core import handle
 from dora.core.state import State
@@ -19,6 +20,7 @@ from dora.observe.drift import DriftWatch
 from dora.observe.facts import RECENT_STEPS, ShellFacts
 from dora.observe.observed import Folded
 from dora.observe.steps import _lengths
+from dora.observe.tokens import UNGRADED
 from tests.core.world import Faults, World, settings
 from tests.observe.builders import observed, resumed
 from tests.status.conftest import step_facts
@@ -50,6 +52,13 @@ def test_a_metric_that_is_not_finite_is_null_in_a_row_whose_alarms_are_recalled(
     drift = DriftWatch(precision="float32", updates=1)
     resumed(path, drift=drift)
     assert list(drift.alarms) == ["update_skipped"]
+
+
+def test_a_resumed_run_has_the_metrics_of_the_last_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"kind": "step", "step": step, "trainer": {"loss": step, "grad_norm": None}} for step in range(2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert resumed(path).snapshot().trainer_metrics == {"loss": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -118,6 +127,22 @@ def test_a_step_that_is_trained_again_has_no_second_row() -> None:
     trained = [event for event, _ in world.journal if isinstance(event, ev.StepTrained)]
     assert [row["step"] for row in world.rows] == [event.step for event in trained]
     assert world.observed.before(trained[0], cpu_s=0.0) is None
+
+
+def test_the_tokens_of_answers_without_a_reward_are_not_trained() -> None:
+    world = Watched(settings(group_size=4), seed=3, faults=Faults(grading_fails=0.1))
+    world.begin()
+    account = world.observed.folded.tokens
+
+    def take(event: ev.Event, orders: list[cmd.Command]) -> None:
+        if isinstance(event, ev.GenerationFinished):
+            account.append(event.trajectory, event.num_tokens)
+        world.observed.apply(event, orders)
+
+    world.sink = take
+    world.run()
+    assert account.account.dropped[UNGRADED] > 0
+    assert sum(row["num_tokens"] for row in world.rows) == account.account.trained
 
 
 def test_rewards_are_kept_of_all_steps_and_facts_of_the_latest() -> None:

@@ -137,3 +137,18 @@ def test_a_run_with_an_environment_is_refused_by_name(tmp_path: Path, ends: floa
     folder = write(world.journal, world.settings, tmp_path)
     with pytest.raises(ConfigError, match=r"^--from: the run's answers have turns of an environment, .* \[tools\]$"):
         read_run(folder.root)
+
+
+@pytest.mark.parametrize("text", ["task = 3", '[task]\ngraders = "many"', "[task]\ngraders = 0"])
+def test_graders_that_no_run_has_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    folder = write([], workload().settings(), tmp_path)
+    folder.config.write_text(text)
+    with pytest.raises(ConfigError, match=rf"^{re.escape(str(folder.config))}: .*\$\.task.*$"):
+        read_run(folder.root)
+
+
+def test_more_graders_than_answers_take_no_memory(tmp_path: Path) -> None:
+    folder, _ = record(workload(), tmp_path)
+    folder.config.write_text("[task]\ngraders = 1_000_000_000_000")
+    found, measured = read_run(folder.root)
+    assert found.grade.workers == len(measured.grading_s)

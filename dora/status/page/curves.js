@@ -156,7 +156,7 @@ export class Cards {
     const names = [...new Set(this.evaluations.map((e) => e.name))], versions = [...new Set(this.evaluations.map((e) => e.version))].sort((a, b) => a - b);
     const at = new Map(this.evaluations.map((e) => [`${e.version} ${e.name}`, e.mean]));
     const series = names.map((name) => [name, versions.map((version) => at.get(`${version} ${name}`) ?? null)]);
-    const first = this.evaluations.find((e) => e.name === names[0] && e.mean !== null), best = this.evaluations.findLast((e) => e.name === names[0] && e.mean !== null);
+    const first = this.evaluations.find((e) => e.mean !== null), best = this.evaluations.findLast((e) => e.name === first?.name && e.mean !== null);
     const isShare = this.evaluations.length > 0 && this.evaluations.every((e) => e.is_accuracy);
     const text = (e) => (isShare ? percent(e.mean) : number(e.mean));
     this.cards.heldOut.format = isShare ? percent : number;
