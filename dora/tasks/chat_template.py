@@ -27,7 +27,7 @@ from dora.pipes import HEADER
 MAX_CPU_S: Final = 2.0
 CPU_S_PER_PROMPT: Final = 0.1
 MEMORY_BYTES: Final = 512 << 20
-#: What templates are told that today is: prompts are the same on every day, so that a run can be resumed on another one.
+#: What templates are told that today is: prompts are the same on every day, so that a run can be resumed on another.
 #: It is the date that Llama's templates have where they are told none.
 DATE: Final = datetime(2024, 7, 26)
 #: First byte of a reply.

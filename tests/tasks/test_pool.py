@@ -93,6 +93,13 @@ def stop_guards(answer):
     leave_behind(answer)
     for pid in (os.getppid(), parent_of_parent()): os.kill(pid, signal.SIGSTOP)
     while True: pass
+def return_twice(answer):
+    child = os.fork()
+    if child == 0:
+        if answer == "raises": raise ValueError("in the child")
+        return 7.0
+    os.waitpid(child, 0)
+    return 1.0
 def take(mb): return bytes(range(256)) * (mb << 12)
 def children_take(answer):
     leave_behind(answer)
@@ -279,6 +286,15 @@ async def test_what_a_reward_prints_or_reads_does_not_touch_the_protocol():
         assert (await pool.grade(ask("chatty"))).reward == 1.0
         assert (await pool.grade(ask("read"))).reward == 0.0
         assert (await pool.grade(ask("chatty"))).reward == 1.0
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize("child", ["raises", "returns"])
+async def test_a_process_that_a_reward_forks_and_lets_return_answers_nothing(child):
+    async with pool_of(timeout_s=5) as pool:
+        grader = await pool.grade(ask("pid"))
+        assert (await pool.grade(ask("return_twice", child))).reward == 1.0
+        assert await pool.grade(ask("pid")) == grader
 
 
 @pytest.mark.usefixtures("module")
