@@ -424,10 +424,10 @@ def _as_json(value: T, *, where: str) -> T:
     try:
         plain: T = msgspec.to_builtins(value, str_keys=True)
         msgspec.json.encode(plain)
-    except TypeError as err:
-        raise ConfigError(f"{where}: a column cannot be passed to the rewards ({err})") from err
     except UnicodeEncodeError as err:
         raise ConfigError(f"{where}: a text has a lone surrogate, which is not a character; replace it") from err
+    except (TypeError, ValueError, RecursionError) as err:  # too many digits, too many brackets
+        raise ConfigError(f"{where}: a column cannot be passed to the rewards ({err})") from err
     return plain
 
 

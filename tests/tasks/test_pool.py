@@ -349,9 +349,19 @@ async def test_no_process_outlives_the_pool():
 
 async def test_metadata_that_cannot_be_sent_is_an_error_of_that_answer_alone():
     async with GraderPool([RewardConfig()], graders=1, timeout_s=30, memory_mb=2048, field="task.rewards") as pool:
-        huge = GradeRequest(prompt="", response="a", answer="a", metadata={"number": 1 << 80})
+        huge = GradeRequest(prompt="", response="a", answer="a", metadata={"number": 10**5000})
         assert (await pool.grade(huge)).reason.startswith("error: ")
         assert (await pool.grade(GradeRequest("", "a", "a", {}))).reward == 1.0
+
+
+async def test_a_reward_gets_numbers_of_any_size(module):
+    metadata = {"small": -(10**30), "large": 10**30, "none": float("nan"), "most": float("inf")}
+    (module / "sizes.py").write_text(
+        "def grade(metadata):\n    m = metadata\n"
+        "    return [m['small'], m['large'], m['none'] != m['none'], m['most']] == [-10**30, 10**30, True, 1e999]\n"
+    )
+    async with pool_of(name="sizes:grade") as pool:
+        assert (await pool.grade(GradeRequest("p", "r", metadata=metadata))).reward == 1.0
 
 
 async def test_a_silent_endpoint_is_an_error_with_a_name_and_costs_no_process():

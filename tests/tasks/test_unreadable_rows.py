@@ -108,6 +108,18 @@ def test_an_answer_that_json_cannot_hold_is_a_row_that_cannot_be_read(
         opened(source.model_copy(update={"options": {"number": 9}}), tokenizer)
 
 
+@pytest.mark.parametrize("column", ["answer", "level"])
+@pytest.mark.parametrize("value", ["10**5000", "ring"], ids=["too many digits", "in itself"])
+def test_a_value_that_has_no_end_or_too_many_digits_is_a_row_that_cannot_be_read(
+    tokenizer: Tokenizer, tmp_path: Path, column: str, value: str
+) -> None:
+    module = tmp_path / "values.py"
+    row = f"{{'prompt': 'x', 'answer': '1', '{column}': {value}}}"
+    module.write_text(f"ring = []\nring.append(ring)\ndef given():\n    return [{row}]\n")
+    with pytest.raises(ConfigError, match=r"given row 0: a column cannot be passed to the rewards \("):
+        opened(SourceConfig(kind="function", name=f"{module}:given"), tokenizer)
+
+
 def test_held_out_rows_that_cannot_be_read_are_left_out(tokenizer: Tokenizer, tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", [BAD["no JSON"], *GOOD])
     found = open_eval_prompts(EvalSetConfig(source=source), task=TaskConfig(), tokenizer=tokenizer, seed=0)
