@@ -6,6 +6,7 @@ The weights of a version that is its adapter alone are made of the model that th
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from threading import Event
 from typing import Final
@@ -60,16 +61,22 @@ def export(
     if not chosen_files:
         raise ConfigError(f"--adapter: version {chosen} of {run.root} has none, as the run trained all weights")
     model = None if adapter or has_weights(manifest) else trained_model(run)
-    with clear_errors(f"--to {target}: cannot be written", remove=target):
+    what = f"--to {target}: cannot be written"
+    with clear_errors(what):
         target.mkdir(parents=True)
-        for name, checksum in chosen_files.items():
-            copy = target / name.removeprefix(inside)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            foreign.copy(source / name, copy)
-            if checksum_of(copy) != checksum:
-                raise StoreError(f"{source / name}: does not match its checksum; version {chosen} is damaged")
-        if model is not None:
-            _merge(model, source, manifest, into=target)
+    try:
+        with clear_errors(what):
+            for name, checksum in chosen_files.items():
+                copy = target / name.removeprefix(inside)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                foreign.copy(source / name, copy)
+                if checksum_of(copy) != checksum:
+                    raise StoreError(f"{source / name}: does not match its checksum; version {chosen} is damaged")
+            if model is not None:
+                _merge(model, source, manifest, into=target)
+    except BaseException:  # Ctrl-C, too: what is left would pass for a model
+        shutil.rmtree(target, ignore_errors=True)
+        raise
     return chosen, target
 
 

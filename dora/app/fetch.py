@@ -101,6 +101,15 @@ def fetch_small(config: Config) -> Config:
     return _pinned(config, {repo.field: hub.open(repo).repo.revision for repo in _models(config)})
 
 
+def fetch_rows(source: SourceConfig, *, field: str, tell: Show) -> None:
+    """Download the files of a source, if it is a data set of the hub."""
+    if (repo := repository(source, field=field)) is not None:
+        require_extra("datasets", field=f"{field}.kind")
+        hub = Hub(_Lines(tell, lambda text: None))
+        needed = _of_data(hub.open(repo), source, hub, field=field)
+        hub.download(needed.snapshot, needed.names)
+
+
 def fetch_model(name: str, *, tell: Show) -> Path:
     """Return the folder of a model; if `name` is an id on the hub, download it."""
     if not is_identifier(name, "model"):

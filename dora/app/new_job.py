@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+from dora.app.fetch import Show, fetch_rows, fetch_small
 from dora.app.inputs import open_inputs
 from dora.config.keys import commented
 from dora.config.load import load
 from dora.config.presets import PRESETS
-from dora.config.schema import SourceConfig, TaskConfig
+from dora.config.schema import Config, ModelConfig, SourceConfig, TaskConfig
 from dora.config.shorthand import reward_of, source_of
 from dora.errors import ConfigError
 from dora.model_config import limits_of
@@ -28,6 +30,7 @@ from dora.tasks.prompts import render
 from dora.tasks.sources import Row, Source, open_source
 from dora.tasks.tokenizer import Tokenizer, load_tokenizer
 
+_FIELD: Final = "task.sources.0"
 #: Number of rows that are looked at.
 LOOKED: Final = 1_000
 #: Names of columns, best first.
@@ -60,6 +63,7 @@ class NamedModel:
 
     @classmethod
     def open(cls, name: str) -> NamedModel:
+        fetch_small(Config(model=ModelConfig(path=name)))
         folder = model_folder(name)
         require_sound(folder)
         return cls(name, folder, load_tokenizer(folder))
@@ -74,11 +78,16 @@ class NamedData:
     rows: Sequence[Row]
 
     @classmethod
-    def open(cls, name: str) -> NamedData:
+    def open(cls, name: str, *, tell: Show = lambda line: None) -> NamedData:
         given = source_of(name)
         config = SourceConfig.model_validate(given)
-        source = open_source(config, field="task.sources.0", seed=0, split="train")
-        return cls(given, source, [source.row(index) for index in range(min(source.num_rows or LOOKED, LOOKED))])
+        fetch_rows(config, field=_FIELD, tell=tell)
+        source = open_source(config, field=_FIELD, seed=0, split="train")
+        rows = []
+        for index in range(min(source.num_rows or LOOKED, LOOKED)):
+            with suppress(ConfigError):  # a run leaves a few out
+                rows.append(source.row(index))
+        return cls(given, source, rows or [source.row(0)])
 
     @property
     def columns(self) -> list[str]:
@@ -92,8 +101,9 @@ class NamedData:
         return column
 
     def prompt_column(self) -> str:
-        """Guess the column of the prompt: by its name, or the only one that has text."""
-        texts = [name for name in self.columns if all(isinstance(row.get(name), str | list) for row in self.rows)]
+        """Guess the column of the prompt: by its name, or the only one that has text in all but a few rows."""
+        others = {name: sum(not isinstance(row.get(name), str | list) for row in self.rows) for name in self.columns}
+        texts = [name for name, count in others.items() if 100 * count <= len(self.rows)]
         found = _named(_PROMPTS, texts) or (texts[0] if len(texts) == 1 else None)
         if found is None:
             raise ConfigError(f"--prompt: none of the columns looks like a prompt; name one of {self._named()}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,9 +39,8 @@ def init(
         raise ConfigError(f"--preset {preset}: expected {', '.join(PRESETS)}")
     asks = not yes and sys.stdin.isatty()
     chosen = _answer("model", "Model: a folder, seed, or an id of the hub", model, None, NamedModel.open, asks=asks)
-    rows = _answer(
-        "data", "Data: a .jsonl or .parquet file, or an id of the hub", data, None, NamedData.open, asks=asks
-    )
+    what = "Data: a .jsonl or .parquet file, or an id of the hub"
+    rows = _answer("data", what, data, None, partial(NamedData.open, tell=say), asks=asks)
     _show(rows)
     prompt = _column("prompt", "Column of the prompt", prompt, rows, rows.prompt_column, asks=asks)
     guessed = rows.answer_column(prompt=prompt)

@@ -26,6 +26,7 @@ from dora.environments.api import ToolCall, Turn
 from dora.environments.shapes import ShapePair, example_of, pairs_of, shapes_of, shortened
 from dora.errors import ConfigError, DoraError
 from dora.extras import require_extra
+from dora.tasks.chat_template import DATE
 from dora.tasks.tokenizer import Tokenizer
 
 #: A message as OpenAI's API has it: role, content, and reasoning_content and tool_calls, or tool_call_id and name.
@@ -326,6 +327,8 @@ def _config(schema: Any, options: dict[str, Any], tokenizer: Tokenizer) -> Any:
     """Return the family's settings. Reasoning is kept unless the options say otherwise: dropping it forks."""
     if tokenizer.thinking is not None and "enable_thinking" in schema.template_field_names():
         options = {**options, "enable_thinking": tokenizer.thinking}
+    if "conversation_start_date" in schema.template_field_names():  # otherwise today
+        options = {"conversation_start_date": f"{DATE:%Y-%m-%d}", **options}
     try:
         return schema.model_validate({"thinking_retention": "all", **options})
     except ValueError:

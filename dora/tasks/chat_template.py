@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,9 @@ from dora.pipes import HEADER
 MAX_CPU_S: Final = 2.0
 CPU_S_PER_PROMPT: Final = 0.1
 MEMORY_BYTES: Final = 512 << 20
+#: What templates are told that today is: prompts are the same on every day, so that a run can be resumed on another.
+#: It is the date that Llama's templates have where they are told none.
+DATE: Final = datetime(2024, 7, 26)
 #: First byte of a reply.
 RENDERED: Final = b"="
 REJECTED: Final = b"!"

@@ -1,16 +1,18 @@
 """A grader process, forked by its guard (guard.py). It handles one request at a time.
 
-Frames on stdin and stdout: 4 bytes of length (big endian), then msgpack. The first request is the set-up written by
-`GraderPool`; the reply is `{}` (ready) or `{"config_error": text}`. Each later one is a `GradeRequest`; the reply is
-`{"reward": x, "terms": [[name, y], ...]}` or `{"error": text}`.
+Frames on stdin and stdout: 4 bytes of length (big endian), then JSON, which has numbers of any size, or a reply in
+msgpack. The first request is the set-up written by `GraderPool`; the reply is `{}` (ready) or `{"config_error": text}`.
+Each later one is a `GradeRequest`; the reply is `{"reward": x, "terms": [[name, y], ...]}` or `{"error": text}`.
 
-Invariant: only frames reach the pipes (dora/pipes.py). Grading runs in the main thread, so that libraries may use
-signals. The process exits when its stdin closes. Its memory is limited; that protects from accidents, but it is not a
-sandbox.
+Invariant: only frames of this process reach the pipes (dora/pipes.py). Grading runs in the main thread, so that
+libraries may use signals. The process exits when its stdin closes. Its memory is limited; that protects from accidents,
+but it is not a sandbox.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import resource
 from collections.abc import Callable
 from typing import Any, BinaryIO
@@ -44,8 +46,12 @@ def main() -> None:
         _write(replies, {"config_error": str(err)})
         return
     _write(replies, {})
+    own = os.getpid()
     while (request := _read(requests)) is not None:
-        _write(replies, _grade(scorer, GradeRequest(**request)))
+        reply = _grade(scorer, GradeRequest(**request))
+        if os.getpid() != own:  # a child that code of the user has forked and not ended
+            os._exit(1)
+        _write(replies, reply)
 
 
 def _grade(scorer: Callable[[GradeRequest], Terms], request: GradeRequest) -> dict[str, Any]:
@@ -60,7 +66,7 @@ def _grade(scorer: Callable[[GradeRequest], Terms], request: GradeRequest) -> di
 
 def _read(pipe: BinaryIO) -> Any | None:
     frame = read_frame(pipe)
-    return None if frame is None else msgspec.msgpack.decode(frame)
+    return None if frame is None else json.loads(frame)
 
 
 def _write(pipe: BinaryIO, content: dict[str, Any]) -> None:

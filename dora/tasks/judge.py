@@ -118,6 +118,7 @@ class Judge:
             headers={"Authorization": f"Bearer {key}"} if key else {},
             connector=aiohttp.TCPConnector(limit=0),  # the semaphore is the limit
             cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None),  # each request has its own
         )
         try:
             await self._reach(self._session, has_key=bool(key))

@@ -11,6 +11,7 @@ no other queue: the number of calls is bounded by the trajectories in flight.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
@@ -128,14 +129,18 @@ class GraderPool:
 
     async def _grade(self, request: GradeRequest) -> Graded | GradingFailed:
         try:
-            body = msgspec.msgpack.encode(asdict(request))
-        except (TypeError, ValueError, OverflowError, RecursionError) as err:  # metadata that msgpack cannot hold
+            body = _encoded(asdict(request))
+        except (TypeError, ValueError, RecursionError) as err:  # metadata that JSON cannot hold
             return GradingFailed(f"error: {err}")
         grader = await self._idle.get()
         try:
             return await grader.grade(body)
         finally:
             self._idle.put_nowait(grader)
+
+
+def _encoded(request: dict[str, Any]) -> bytes:
+    return json.dumps(request, ensure_ascii=False).encode()
 
 
 def _sum(uses: Sequence[JudgeUse]) -> JudgeUse:
@@ -181,7 +186,7 @@ class _Grader:
             await self.process.spawn()
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
-                    reply = await self._exchange(msgspec.msgpack.encode(self._setup))
+                    reply = await self._exchange(_encoded(self._setup))
             except TimeoutError:
                 ending = f"not ready after {START_TIMEOUT_S:g} s"
                 continue

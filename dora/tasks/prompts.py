@@ -422,13 +422,25 @@ def _as_json(value: T, *, where: str) -> T:
     """Return a value of a row in a form that JSON can hold: keys of tables are text, and there are no lone
     surrogates."""
     try:
-        plain: T = msgspec.to_builtins(value, str_keys=True)
+        plain: T = msgspec.to_builtins(_in_order(value), str_keys=True)
         msgspec.json.encode(plain)
-    except TypeError as err:
-        raise ConfigError(f"{where}: a column cannot be passed to the rewards ({err})") from err
     except UnicodeEncodeError as err:
         raise ConfigError(f"{where}: a text has a lone surrogate, which is not a character; replace it") from err
+    except (TypeError, ValueError, RecursionError) as err:  # too many digits, too many brackets
+        raise ConfigError(f"{where}: a column cannot be passed to the rewards ({err})") from err
     return plain
+
+
+def _in_order(value: Any) -> Any:
+    """Return a value with its sets sorted, of which each process has another order."""
+    match value:
+        case dict():
+            return {key: _in_order(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [*map(_in_order, value)]
+        case set() | frozenset():
+            return sorted(map(_in_order, value), key=repr)
+    return value
 
 
 def _check_rows(source: Source, *, limit: int, task: TaskConfig, tokenizer: Tokenizer) -> None:

@@ -3,7 +3,7 @@
 Invariant: `row(index)` is a pure function of (config, seed, index), in any process and any order; a source has no
 position. Generators are endless. All other sources are finite and are read completely when they are opened, so that
 malformed lines are found before anything starts. A row of a finite source that cannot be read is a ConfigError whenever
-it is asked for; it keeps its index.
+it is asked for; it keeps its index. RunFailed if its file has gone since it was opened.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from dora import hub
-from dora.errors import ConfigError
+from dora.errors import ConfigError, RunFailed
 from dora.extras import require_extra
 from dora.functions import load_function
 from dora.tasks import data_sets
@@ -182,26 +182,39 @@ def _lines(paths: Sequence[Path], config: SourceConfig, *, field: str, name: str
     files, offsets, lines = array("q"), array("q"), array("q")
     unreadable: list[str] = []
     for index, path in enumerate(paths):
-        with path.open("rb") as file:
-            offset = 0
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    unreadable += _problem(line, where=f"{path}:{number}")
-                    files.append(index)
-                    offsets.append(offset)
-                    lines.append(number)
-                offset += len(line)
+        for offset, number, line in _numbered(path, field=field):
+            unreadable += _problem(line, where=f"{path}:{number}")
+            files.append(index)
+            offsets.append(offset)
+            lines.append(number)
     require_readable(unreadable, of=len(offsets))
 
     def row(index: int) -> Row:
-        with paths[files[index]].open("rb") as file:
-            file.seek(offsets[index])
-            return _decode_line(file.readline(), where=where(index))
+        try:
+            with paths[files[index]].open("rb") as file:
+                file.seek(offsets[index])
+                line = file.readline()
+        except OSError as err:
+            raise RunFailed(f"{where(index)}: cannot be read any more: {err.strerror}") from err
+        return _decode_line(line, where=where(index))
 
     def where(index: int) -> str:
         return f"{paths[files[index]]}:{lines[index]}"
 
     return _table(config, field=field, name=name, num_rows=len(offsets), row=row, where=where)
+
+
+def _numbered(path: Path, *, field: str) -> Iterator[tuple[int, int, bytes]]:
+    """Yield offset, number and text of each line that is not blank."""
+    offset = 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield offset, number, line
+                offset += len(line)
+    except OSError as err:
+        raise ConfigError(f"{field}.path: {path} cannot be read ({err.strerror})") from err
 
 
 def _problem(line: bytes, *, where: str) -> list[str]:

@@ -16,7 +16,6 @@ import json
 import resource
 import signal
 from collections.abc import Callable
-from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
@@ -29,6 +28,7 @@ from dora.errors import one_line
 from dora.pipes import read_frame, take_pipes, write_frame
 from dora.tasks.chat_template import (
     CPU_S_PER_PROMPT,
+    DATE,
     MAX_CPU_S,
     MEMORY_BYTES,
     REJECTED,
@@ -73,13 +73,13 @@ def _reason(err: Exception) -> str:
 
 
 def _compiled(source: str) -> jinja2.Template:
-    """Compile as transformers does."""
+    """Compile as transformers does, but with a fixed date."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_template_error
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    environment.globals["strftime_now"] = DATE.strftime
     return environment.from_string(source)
 
 

@@ -197,7 +197,12 @@ def _eos_ids(folder: Path, codec: tokenizers.Tokenizer, special: Mapping[str, st
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         ids = _read_json(folder / name).get("eos_token_id")
-        found += ids if isinstance(ids, list) else [] if ids is None else [ids]
+        listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(type(id) is int and abs(id) < 2**31 for id in listed):
+            raise ConfigError(
+                f"model.path: eos_token_id in {folder / name} is not a token id, or a list of them; correct it"
+            )
+        found += listed
     eos = codec.token_to_id(special["eos_token"]) if "eos_token" in special else None
     return tuple(dict.fromkeys([*found, *([] if eos is None else [eos])]))
 

@@ -211,6 +211,13 @@ def test_a_config_that_is_none(folder: Path, text: str, says: str) -> None:
     assert re.search(says, line)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("ids", [[[1]], {"a": 1}, "1", [1, None], True, 1.5, 10**30])
+def test_end_tokens_that_are_no_ids(folder: Path, name: str, ids: object) -> None:
+    (folder / name).write_text(json.dumps(json.loads((folder / name).read_bytes()) | {"eos_token_id": ids}))
+    assert refusal(folder).endswith(f"eos_token_id in {folder / name} is not a token id, or a list of them; correct it")
+
+
 def test_code_that_a_folder_brings_is_not_run(folder: Path, tmp_path: Path) -> None:
     own = {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\nclass Model: pass\n")

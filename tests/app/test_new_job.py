@@ -67,6 +67,22 @@ def test_if_no_column_looks_like_a_prompt_all_are_named() -> None:
         sums().require("anwser", option="--answer")
 
 
+def test_rows_that_a_run_leaves_out_do_not_count() -> None:
+    good = [{"text": f"{n}+7=?", "answer": str(n + 7)} for n in range(198)]
+    rows(*good)
+    with Path("rows.jsonl").open("a") as file:
+        file.write('{"text": \n' + json.dumps({"text": None, "answer": "0"}) + "\n")
+    data = NamedData.open("rows.jsonl")
+    assert data.prompt_column() == "text"
+    assert loaded(written(data)).task.sources[0].prompt == "text"
+
+
+def test_if_no_row_can_be_read_the_first_says_why() -> None:
+    Path("rows.py").write_text("def none():\n    return [1, 2]\n")
+    with pytest.raises(ConfigError, match=r"rows\.py:none row 0: a row must be a dict of columns, not int"):
+        NamedData.open("rows.py:none")
+
+
 @pytest.mark.parametrize(
     ("answer", "reward"),
     [("72", "math"), ("-1,234.5", "math"), ("so it is\n#### 72", "math"), ("\\boxed{x}", "math"), ("Paris", "exact")],

@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from renderers import config_from_name
 
-from dora.environments.renderer import RenderingFailed, open_renderer
+from dora.environments.renderer import RenderingFailed, _config, open_renderer
 from dora.errors import ConfigError
 from dora.tasks.tokenizer import load_tokenizer
 from tests.environments.recorded_engine import TOOLS
@@ -148,6 +149,13 @@ def test_a_family_that_would_download_its_vocabulary_is_refused(qwen3, monkeypat
     monkeypatch.delenv("TIKTOKEN_ENCODINGS_BASE", raising=False)
     with pytest.raises(ConfigError, match="gpt-oss would download its vocabulary; put"):
         open_renderer(qwen3, settings={"name": "gpt-oss"})
+
+
+def test_families_that_name_the_day_name_that_of_templates(qwen3):
+    gpt_oss = type(config_from_name("gpt-oss"))
+    assert _config(gpt_oss, {}, qwen3).conversation_start_date == "2024-07-26"
+    assert _config(gpt_oss, {"conversation_start_date": "2025-01-01"}, qwen3).conversation_start_date == "2025-01-01"
+    assert config_from_name("llama-3").date_string == "26 Jul 2024"
 
 
 def test_the_thinking_switch_of_the_model_reaches_the_renderer(tmp_path):

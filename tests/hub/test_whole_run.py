@@ -12,7 +12,7 @@ import pytest
 from dora.config.load import load
 from dora.journal.run_folder import RunFolder
 from tests.e2e.runs import command, heed_ctrl_c, small, until
-from tests.hub.conftest import DATA, MODEL, HubStub, model_files
+from tests.hub.conftest import DATA, MODEL, ROWS, HubStub, lines, model_files
 from tests.hub.stub import add
 
 SOURCE = f'[{{kind="datasets", path="{DATA}", subset="main"}}]'
@@ -64,6 +64,20 @@ def test_a_model_and_a_data_set_by_id_are_trained_and_a_resume_asks_nothing(fill
     assert whole.returncode == 0, whole.stderr
     assert "all checks passed; nothing was changed" in whole.stdout
     assert filled.asked() == []
+
+
+def test_a_new_configuration_names_ids_whose_rows_are_looked_at(filled: HubStub, tmp_path: Path) -> None:
+    add(filled.folder, "dataset", "someone/plain", {"train.jsonl": lines(ROWS), "test.jsonl": lines(ROWS[:2])})
+    job = tmp_path / "job.toml"
+    made = dora(filled, "init", str(job), "--model", MODEL, "--data", "someone/plain", "--reward", "exact",
+                "--preset", "laptop", "--yes")  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    assert "someone/plain: columns prompt, answer, 8 rows" in made.stdout
+    config = load(job, environ={})
+    assert (config.model.path, config.task.sources[0].path) == (MODEL, Path("someone/plain"))
+    fetched = {one["path"].rpartition("/")[2] for one in filled.asked() if one["method"] == "GET"}
+    assert "train.jsonl" in fetched
+    assert not fetched & {"test.jsonl", "model.safetensors"}
 
 
 @pytest.mark.deep

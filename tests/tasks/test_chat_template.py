@@ -97,6 +97,11 @@ def test_a_text_may_be_much_longer_than_its_template_if_the_messages_are():
     assert ChatTemplate("{{ messages[0].content }}!", FILE).render(messages=[{"content": content}]) == content + "!"
 
 
+def test_a_template_renders_the_same_on_every_day():
+    template = ChatTemplate("{{ strftime_now('%d %b %Y') }} {{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}", FILE)
+    assert template.render(messages=MESSAGES) == "26 Jul 2024 2024-07-26 00:00:00.000000"
+
+
 def _child() -> psutil.Process:
     """Return the latest process of a template."""
     children = [child for child in psutil.Process().children() if _renders(child)]

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 from aiohttp import web
@@ -210,6 +211,18 @@ async def test_a_judge_that_does_not_reply_is_given_up_after_its_time() -> None:
 
     verdict = await verdict_of(silent, timeout_s=0.05)
     assert verdict == Verdict("", JudgeUse(5, 0, 0), "no reply within 0.05 s after 5 requests")
+
+
+async def test_a_reply_may_take_its_time_even_longer_than_http_clients_wait_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(aiohttp.client, "DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=0.05))  # is 300 s
+
+    async def slow(_: dict[str, Any]) -> web.StreamResponse:
+        await asyncio.sleep(0.2)
+        return completion("Score: 1")
+
+    assert await verdict_of(slow) == Verdict("Score: 1", JudgeUse(1, 100, 7))
 
 
 async def test_a_judge_that_goes_is_a_failure_and_its_return_is_seen() -> None:

@@ -93,6 +93,13 @@ def stop_guards(answer):
     leave_behind(answer)
     for pid in (os.getppid(), parent_of_parent()): os.kill(pid, signal.SIGSTOP)
     while True: pass
+def return_twice(answer):
+    child = os.fork()
+    if child == 0:
+        if answer == "raises": raise ValueError("in the child")
+        return 7.0
+    os.waitpid(child, 0)
+    return 1.0
 def take(mb): return bytes(range(256)) * (mb << 12)
 def children_take(answer):
     leave_behind(answer)
@@ -282,6 +289,15 @@ async def test_what_a_reward_prints_or_reads_does_not_touch_the_protocol():
 
 
 @pytest.mark.usefixtures("module")
+@pytest.mark.parametrize("child", ["raises", "returns"])
+async def test_a_process_that_a_reward_forks_and_lets_return_answers_nothing(child):
+    async with pool_of(timeout_s=5) as pool:
+        grader = await pool.grade(ask("pid"))
+        assert (await pool.grade(ask("return_twice", child))).reward == 1.0
+        assert await pool.grade(ask("pid")) == grader
+
+
+@pytest.mark.usefixtures("module")
 async def test_graders_inherit_neither_sockets_nor_tokens(monkeypatch):
     monkeypatch.setenv("DORA_TOKEN", "secret")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -333,9 +349,19 @@ async def test_no_process_outlives_the_pool():
 
 async def test_metadata_that_cannot_be_sent_is_an_error_of_that_answer_alone():
     async with GraderPool([RewardConfig()], graders=1, timeout_s=30, memory_mb=2048, field="task.rewards") as pool:
-        huge = GradeRequest(prompt="", response="a", answer="a", metadata={"number": 1 << 80})
+        huge = GradeRequest(prompt="", response="a", answer="a", metadata={"number": 10**5000})
         assert (await pool.grade(huge)).reason.startswith("error: ")
         assert (await pool.grade(GradeRequest("", "a", "a", {}))).reward == 1.0
+
+
+async def test_a_reward_gets_numbers_of_any_size(module):
+    metadata = {"small": -(10**30), "large": 10**30, "none": float("nan"), "most": float("inf")}
+    (module / "sizes.py").write_text(
+        "def grade(metadata):\n    m = metadata\n"
+        "    return [m['small'], m['large'], m['none'] != m['none'], m['most']] == [-10**30, 10**30, True, 1e999]\n"
+    )
+    async with pool_of(name="sizes:grade") as pool:
+        assert (await pool.grade(GradeRequest("p", "r", metadata=metadata))).reward == 1.0
 
 
 async def test_a_silent_endpoint_is_an_error_with_a_name_and_costs_no_process():

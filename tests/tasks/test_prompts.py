@@ -149,6 +149,19 @@ def test_a_function_is_a_source(open_with, module_of_rows):
     assert [p.answer for p in take(open_with(source, shuffle=False, epochs=1), 3)] == ["a0", "a1", "a2"]
 
 
+def test_a_set_in_a_row_has_the_same_order_in_every_process(open_with, tmp_path):
+    (tmp_path / "sets.py").write_text(
+        "def rows():\n"
+        "    letters = frozenset('qwertyuiopasdfghjklzxcvbnm')\n"
+        "    return [{'prompt': 'p', 'answer': letters, 'b': [{'x': letters}], 'a': {letters}}]\n"
+    )
+    prompt = open_with(SourceConfig(kind="function", name=f"{tmp_path}/sets.py:rows")).at(0)
+    letters = sorted("qwertyuiopasdfghjklzxcvbnm")
+    assert json.loads(prompt.answer) == letters
+    assert prompt.metadata == {"b": [{"x": letters}], "a": [letters]}
+    assert [*prompt.metadata] == ["b", "a"]
+
+
 def test_parquet_and_jsonl_with_the_same_rows_give_the_same_stream(open_with, tmp_path):
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
     streams = [

@@ -13,7 +13,7 @@ from pyarrow import parquet
 from dora.app.inputs import open_evaluations
 from dora.config.load import load
 from dora.config.schema import EvalConfig, EvalSetConfig, SourceConfig, TaskConfig
-from dora.errors import ConfigError
+from dora.errors import ConfigError, RunFailed
 from dora.seed.policy import path as seed_path
 from dora.tasks import prompts
 from dora.tasks.prompts import Conversation, PromptStream, open_eval_prompts, open_stream
@@ -106,6 +106,31 @@ def test_an_answer_that_json_cannot_hold_is_a_row_that_cannot_be_read(
     assert found[1].answer == '{"1":2}'  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match=r"given row 0: a column cannot be passed to the rewards \(.*complex"):
         opened(source.model_copy(update={"options": {"number": 9}}), tokenizer)
+
+
+@pytest.mark.parametrize("column", ["answer", "level"])
+@pytest.mark.parametrize("value", ["10**5000", "ring"], ids=["too many digits", "in itself"])
+def test_a_value_that_has_no_end_or_too_many_digits_is_a_row_that_cannot_be_read(
+    tokenizer: Tokenizer, tmp_path: Path, column: str, value: str
+) -> None:
+    module = tmp_path / "values.py"
+    row = f"{{'prompt': 'x', 'answer': '1', '{column}': {value}}}"
+    module.write_text(f"ring = []\nring.append(ring)\ndef given():\n    return [{row}]\n")
+    with pytest.raises(ConfigError, match=r"given row 0: a column cannot be passed to the rewards \("):
+        opened(SourceConfig(kind="function", name=f"{module}:given"), tokenizer)
+
+
+def test_a_file_that_goes_during_the_run_ends_it_in_one_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    stream = opened(write(tmp_path / "rows.jsonl", GOOD), tokenizer, shuffle=False)
+    (tmp_path / "rows.jsonl").unlink()
+    with pytest.raises(RunFailed, match=r"rows\.jsonl:4: cannot be read any more: No such file or directory$"):
+        stream.at(3)
+
+
+def test_a_file_that_the_system_does_not_give_is_named(tokenizer: Tokenizer) -> None:
+    memory = SourceConfig(kind="jsonl", path=Path("/proc/self/mem"))  # has no page at its beginning
+    with pytest.raises(ConfigError, match=r"^task\.sources\.0\.path: .* cannot be read \(Input/output error\)$"):
+        opened(memory, tokenizer)
 
 
 def test_held_out_rows_that_cannot_be_read_are_left_out(tokenizer: Tokenizer, tmp_path: Path) -> None:
