@@ -307,6 +307,21 @@ def test_a_process_with_the_same_number_that_began_later_is_another(folder: RunF
         assert find_process(process.pid, started - 10, lock=folder.lock) is None
 
 
+def test_a_run_is_known_after_the_clock_of_its_host_was_set(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux computes the time of the boot from the clock, and psutil the time of a start from that of the boot."""
+    with holder_of(folder) as process:
+        (proc := tmp_path / "proc").mkdir()
+        (proc / str(process.pid)).symlink_to(f"/proc/{process.pid}")
+        booted = re.sub(
+            r"(?m)(?<=^btime )\d+", lambda found: str(int(found[0]) + 3_600), Path("/proc/stat").read_text()
+        )
+        (proc / "stat").write_text(booted)
+        monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
+        assert dora.attach(folder.root).is_running
+
+
 def test_the_process_of_a_run_writes_itself_into_the_lock(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     lock.write_text("x" * 500)
