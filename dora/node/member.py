@@ -306,7 +306,7 @@ class Member:
                 try:
                     await self._receive(manifest, base)
                     return
-                except StoreError as err:
+                except (StoreError, OSError) as err:
                     if not self._is_wanted(version):  # it was released meanwhile
                         return
                     self._problem = str(err)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dora import files
 from dora.config.load import dump
 from dora.config.schema import Config
 from dora.errors import ConfigError, RunFailed
@@ -311,6 +313,30 @@ async def test_a_version_that_cannot_be_had_is_reported_and_had_once_it_is_anoth
                 await there.take_over(job(tmp_path))
             await there.order(versions={3: order_of(manifest, source)})
             await there.report(lambda told: 3 in told.versions and not told.problem)
+
+
+async def test_a_version_that_the_file_system_refuses_is_reported_and_had_once_it_does_not(tmp_path: Path) -> None:
+    """Nodes behind this one wait for it unless it says that it has a problem."""
+    is_read_only = True
+
+    def refuse(operation: files.Operation) -> None:
+        if operation.kind == "rename" and is_read_only:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    manifest = publish(store := store_at(tmp_path / "there"))
+    with Hub() as there:
+        async with agent(tmp_path, there.address), node(store) as (_, proxy):
+            joined = await there.welcome(job(tmp_path))
+            own = VersionStore(memory_root=Path(joined.paths.memory_root), durable_root=Path(joined.paths.durable_root))
+            await there.order()
+            await there.report(lambda told: told.serial == 1)
+            publish(own, 3, FILES | {"config.json": b"another history"})
+            with files.observed(refuse):
+                await there.order(versions={3: order_of(manifest, RelaySource(url=proxy.url, key=KEY))})
+                assert "Read-only file system" in (await there.report(lambda told: bool(told.problem))).problem
+                is_read_only = False
+                await there.report(lambda told: 3 in told.versions and not told.problem)
+            assert held(own) == FILES
 
 
 async def test_versions_that_a_new_controller_does_not_know_are_deleted_and_others_stay(tmp_path: Path) -> None:
