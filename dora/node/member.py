@@ -419,7 +419,7 @@ def _open_store(stack: AsyncExitStack, settings: NodeSettings, welcome: NodeWelc
     try:
         stack.enter_context(hold(root / "lock"))
     except ConfigError as err:
-        raise ConfigError(f"--folder: {err} Or is it that of another node? Give each node its own") from err
+        raise ConfigError(f"--folder (each node needs its own): {err}") from err
     # The parts of a server over several nodes need the same paths, so their number is in the name, not the node's.
     name = f"{welcome.run_id}-{settings.name if welcome.first_instance < 0 else welcome.first_instance}"
     sweep_orphans(config.weights.memory_folder, run_id=name)

@@ -454,7 +454,7 @@ async def test_two_nodes_cannot_share_a_folder(tmp_path: Path) -> None:
                     NodeWelcome(term=0, run_id=RUN, first_instance=1, config=dump(job(tmp_path)), live_bytes=1)
                 )
                 with pytest.raises(
-                    ConfigError, match=r"^--folder: .*/lock is held by another process.* Give each node its own$"
+                    ConfigError, match=r"^--folder \(each node needs its own\): .*/lock is held by another process"
                 ):
                     async with asyncio.timeout(WAIT_S):
                         await asyncio.shield(second.ended)
