@@ -107,7 +107,8 @@ def node(
         typer.Option(help="Address of this node for others (default: that of the interface to the controller)."),
     ] = None,
     folder: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder for logs, and for versions without room in memory.")
+        Path,
+        typer.Option(metavar="DIR", help="This node's own folder for logs, and for versions without room in memory."),
     ] = Path("node"),
 ) -> None:
     """Join a run as a node, which gets servers or ranks.

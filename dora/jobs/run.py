@@ -52,7 +52,7 @@ class Run:
 
     folder: Path  #: absolute
     pid: int | None = None  #: of its process on this host; None if it was only loaded
-    started: int | None = None  #: when that process began, in seconds since 1970
+    started: int | None = None  #: when that process began, in seconds after its host
 
     # -- what it does -------------------------------------------------------------------------------------------------
 

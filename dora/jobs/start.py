@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -79,8 +80,9 @@ def call(arguments: Sequence[str]) -> None:
 
     KeyboardInterrupt stops the command cleanly; a second one kills it.
     """
-    with tempfile.TemporaryDirectory(prefix="dora-") as folder:
-        output = Path(folder) / "output.log"
+    folder = Path(tempfile.mkdtemp(prefix="dora-"))
+    output, reasons = folder / "output.log", list[str]()
+    try:
         pid = start(arguments, output=output)
         try:
             _, status = os.waitpid(pid, 0)
@@ -95,6 +97,9 @@ def call(arguments: Sequence[str]) -> None:
         if (code := os.waitstatus_to_exitcode(status)) != 0:
             reasons = last_words(output) or [f"dora {arguments[0]} ended with exit code {code}"]
             raise (ConfigError if code == 2 else RunFailed)(*reasons)
+    finally:
+        if not any(str(output) in reason for reason in reasons):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def last_words(output: Path) -> list[str]:

@@ -202,7 +202,7 @@ class Cluster:
     async def _on_message(self, identity: bytes, message: FromNode) -> None:
         place = next((place for place in self.places if place.identity == identity), None)
         match message:
-            case Superseded():
+            case Superseded() if message.term > self._settings.term:
                 raise RunFailed(
                     f"another controller has taken over the run (term {message.term}, this one has "
                     f"{self._settings.term}); this one ends and changes nothing any more"
@@ -367,7 +367,7 @@ class Cluster:
             versions=versions,
         )
         if place.orders != wanted:
-            place.serial += 1
+            place.serial = 1 + max(other.serial for other in self.places)  # a node may have had another place
             place.orders = replace(wanted, serial=place.serial)
             await self._hub.send(place.identity, place.orders)
             await asyncio.sleep(0)  # others get their turn

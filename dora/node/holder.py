@@ -20,8 +20,7 @@ from dora import foreign
 from dora.errors import ConfigError
 from dora.node.lease import hold
 
-#: The start time is computed from a boot time, which moves by a second when the clock is set.
-_SAME_START_S: Final = 2
+_SAME_START_S: Final = 1  #: starts are rounded
 _MAX_BYTES: Final = 1_000
 
 
@@ -29,13 +28,13 @@ class Holder(msgspec.Struct, frozen=True):
     """A process that holds, or held, a run."""
 
     pid: int
-    started: int  #: seconds since 1970
+    started: int  #: seconds after its host, so that it stays when the clock is set
     host: str
 
     @classmethod
     def of(cls, pid: int) -> Holder:
         """Describe a process of this host."""
-        return cls(pid, round(psutil.Process(pid).create_time()), socket.gethostname())
+        return cls(pid, round(_started(pid)), socket.gethostname())
 
     @property
     def is_here(self) -> bool:
@@ -47,10 +46,15 @@ def find_process(pid: int, started: int, *, lock: Path) -> psutil.Process | None
     """Return the process of this host that holds a run; None if it has ended, or never had to do with that run."""
     with suppress(psutil.Error, ValueError, OverflowError):
         found = psutil.Process(pid)
-        is_same = abs(found.create_time() - started) <= _SAME_START_S
+        is_same = abs(_started(pid) - started) <= _SAME_START_S
         if is_same and found.status() != psutil.STATUS_ZOMBIE and _works_on(found, lock):
             return found
     return None
+
+
+def _started(pid: int) -> float:
+    booted = psutil.boot_time()  # first: some releases of psutil keep it, and add it to every start
+    return psutil.Process(pid).create_time() - booted
 
 
 def _works_on(process: psutil.Process, lock: Path) -> bool:

@@ -30,6 +30,7 @@ from dora.errors import ConfigError
 from dora.journal.access import restrict, set_umask
 from dora.model_files import ModelFolders
 from dora.node.cuda import num_devices
+from dora.node.lease import hold
 from dora.node.place import Changes
 from dora.node.plan import ProcessPlan, RollingNode, ServerPart, TrainingNode, plan_engines, plan_trainer
 from dora.node.ports import free_port, interface_of
@@ -305,7 +306,7 @@ class Member:
                 try:
                     await self._receive(manifest, base)
                     return
-                except StoreError as err:
+                except (StoreError, OSError) as err:
                     if not self._is_wanted(version):  # it was released meanwhile
                         return
                     self._problem = str(err)
@@ -415,6 +416,10 @@ def _open_store(stack: AsyncExitStack, settings: NodeSettings, welcome: NodeWelc
         restrict(root, group=config.run.group)
     except OSError as err:
         raise ConfigError(f"--folder: cannot create {root} ({err.strerror})") from err
+    try:
+        stack.enter_context(hold(root / "lock"))
+    except ConfigError as err:
+        raise ConfigError(f"--folder (each node needs its own): {err}") from err
     # The parts of a server over several nodes need the same paths, so their number is in the name, not the node's.
     name = f"{welcome.run_id}-{settings.name if welcome.first_instance < 0 else welcome.first_instance}"
     sweep_orphans(config.weights.memory_folder, run_id=name)

@@ -74,9 +74,12 @@ class OrderedProcess:
             url, key = await start_server(child, api_key=self._api_key)
             self._note(ProcessState(start=start, phase="up", url=url, key=key))
             self._note(ProcessState(start=start, phase="ended", reason=await child.ended()))
-        except DoraError as err:
+        except (DoraError, OSError) as err:
             is_final = isinstance(err, ConfigError)
             self._note(ProcessState(start=start or 0, phase="ended", reason=str(err), is_final=is_final))
+            if start is None and self._child is not None:  # it was killed, but takes long to end: to free its memory
+                await self._child.ended()
+                self._note(None)
 
     def _note(self, state: ProcessState | None) -> None:
         self.state = state

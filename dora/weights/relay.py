@@ -126,7 +126,9 @@ class Relay:
                 if model is not None and merges:
                     await self._merge(manifest, sources, arrival, model)
                 await arrival.receive(sources, link_to=self._link_to, tell=self._tell)
-            await in_thread(partial(self._store.seal, version, staged, chain=manifest.chain, verified=manifest))
+            seal = partial(self._store.seal, version, staged, chain=manifest.chain, verified=manifest)
+            if await in_thread(seal) != manifest:
+                raise StoreError(f"cannot fetch {name}: ranks of this node have written it with other files meanwhile")
 
     async def _merge(self, manifest: Manifest, sources: Sources, arrival: Arrival, model: Path) -> None:
         """Receive all but the weights, and make these; those that cannot be made are left to be received."""
@@ -179,7 +181,7 @@ class Relay:
         await self._drop([kept for kept in self._deltas if kept == name])
         async with AsyncExitStack() as undo:
             old = await in_thread(partial(self._store.folder, base))
-            folder = await _staged(partial(self._store.stage, manifest.version), undo)
+            folder = await _staged(partial(self._store.stage_delta, manifest.version), undo)
             yield old, self._begin(name, folder, dict.fromkeys(manifest.files), num_bytes, undo)
             undo.pop_all()
         self._deltas.append(name)

@@ -106,6 +106,11 @@ class VersionStore:
         with clear_errors(f"cannot stage version {version} in {root}"):
             return _temporary(root, "stage", version)
 
+    def stage_delta(self, version: VersionId) -> Path:
+        """Create an empty folder for a delta of `version`, which is never sealed."""
+        with clear_errors(f"cannot stage a delta of version {version} in {self._memory}"):
+            return _temporary(self._memory, "delta", version)
+
     def stage_copy(self, manifest: Manifest) -> Path | None:
         """Create an empty folder for a version that another store has, in the first root with space for it.
 
@@ -233,7 +238,7 @@ class VersionStore:
         for root in self.roots:
             files.sync_folder(root)  # later steps rely on the names found here
             for path in root.iterdir():
-                is_temporary = path.name.startswith((".stage-", ".fetch-", ".copy-", ".trash-"))
+                is_temporary = path.name.startswith((".stage-", ".delta-", ".fetch-", ".copy-", ".trash-"))
                 if path.is_dir() and (is_temporary or (_version_of(path) is not None and not _read_manifest(path))):
                     files.remove(path)
 

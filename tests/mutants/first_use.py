@@ -137,7 +137,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         _RUN,
         (
             "any-process-of-that-number",
-            "is_same = abs(found.create_time() - started) <= _SAME_START_S",
+            "is_same = abs(_started(pid) - started) <= _SAME_START_S",
             "is_same = True",
             "test_a_process_with_the_same_number_that_began_later_is_another",
         ),

@@ -145,8 +145,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "tests/node/test_cluster.py",
         (
             "replaced-controller-goes-on",
-            "            case Superseded():\n                raise RunFailed(",
-            "            case Superseded():\n                log.warning(",
+            "            case Superseded() if message.term > self._settings.term:\n                raise RunFailed(",
+            "            case Superseded() if message.term > self._settings.term:\n                log.warning(",
             "test_a_controller_that_was_replaced_ends",
         ),
         (

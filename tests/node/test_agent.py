@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dora import files
 from dora.config.load import dump
 from dora.config.schema import Config
 from dora.errors import ConfigError, RunFailed
@@ -313,6 +315,30 @@ async def test_a_version_that_cannot_be_had_is_reported_and_had_once_it_is_anoth
             await there.report(lambda told: 3 in told.versions and not told.problem)
 
 
+async def test_a_version_that_the_file_system_refuses_is_reported_and_had_once_it_does_not(tmp_path: Path) -> None:
+    """Nodes behind this one wait for it unless it says that it has a problem."""
+    is_read_only = True
+
+    def refuse(operation: files.Operation) -> None:
+        if operation.kind == "rename" and is_read_only:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    manifest = publish(store := store_at(tmp_path / "there"))
+    with Hub() as there:
+        async with agent(tmp_path, there.address), node(store) as (_, proxy):
+            joined = await there.welcome(job(tmp_path))
+            own = VersionStore(memory_root=Path(joined.paths.memory_root), durable_root=Path(joined.paths.durable_root))
+            await there.order()
+            await there.report(lambda told: told.serial == 1)
+            publish(own, 3, FILES | {"config.json": b"another history"})
+            with files.observed(refuse):
+                await there.order(versions={3: order_of(manifest, RelaySource(url=proxy.url, key=KEY))})
+                assert "Read-only file system" in (await there.report(lambda told: bool(told.problem))).problem
+                is_read_only = False
+                await there.report(lambda told: 3 in told.versions and not told.problem)
+            assert held(own) == FILES
+
+
 async def test_versions_that_a_new_controller_does_not_know_are_deleted_and_others_stay(tmp_path: Path) -> None:
     """Ranks may have written one that was not journaled before their controller ended."""
     with Hub() as there:
@@ -372,6 +398,21 @@ async def test_a_version_that_is_waited_for_is_had_once_ranks_of_the_node_have_w
             assert held(own) == FILES
 
 
+async def test_a_version_that_ranks_of_the_node_write_otherwise_while_it_arrives_is_replaced(tmp_path: Path) -> None:
+    """A node that was cut off has the journaled bytes."""
+    manifest = publish(store := store_at(tmp_path / "there"))
+    with Hub() as there:
+        async with agent(tmp_path, there.address), node(store, after=100_000) as (_, proxy):
+            joined = await there.welcome(job(tmp_path), first_instance=-1)
+            own = VersionStore(memory_root=Path(joined.paths.memory_root), durable_root=Path(joined.paths.durable_root))
+            await there.order(versions={3: order_of(manifest, RelaySource(url=proxy.url, key=KEY))})
+            await proxy.until(100_000)
+            publish(own, 3, FILES | {"config.json": b"written again"})
+            proxy.open()
+            await there.report(lambda told: 3 in told.versions)
+            assert held(own) == FILES
+
+
 async def test_a_version_that_ranks_of_the_node_wrote_otherwise_is_kept_once_it_is_journaled(tmp_path: Path) -> None:
     manifest = publish(store_at(tmp_path / "there"))
     with Hub() as there:
@@ -398,6 +439,28 @@ async def test_what_an_earlier_process_of_the_node_left_is_not_used(tmp_path: Pa
             joined = await there.welcome(job(tmp_path))
             own = VersionStore(memory_root=Path(paths.memory_root), durable_root=Path(paths.durable_root))
             assert (joined.versions, [*own.live(), *own.durable()]) == ({}, [])
+
+
+async def test_two_nodes_cannot_share_a_folder(tmp_path: Path) -> None:
+    """The second one would delete the versions of the first, and raise the fence of its ranks."""
+    with Hub() as there, Hub() as beside:
+        async with agent(tmp_path, there.address):
+            joined = await there.welcome(job(tmp_path, f"weights.memory_folder={tmp_path / 'none'}"))
+            own = VersionStore(memory_root=Path(joined.paths.memory_root), durable_root=Path(joined.paths.durable_root))
+            publish(own, 3)
+            async with agent(tmp_path, beside.address, name="m") as second:
+                await beside.until(Join)
+                await beside.send(
+                    NodeWelcome(term=0, run_id=RUN, first_instance=1, config=dump(job(tmp_path)), live_bytes=1)
+                )
+                with pytest.raises(
+                    ConfigError, match=r"^--folder \(each node needs its own\): .*/lock is held by another process"
+                ):
+                    async with asyncio.timeout(WAIT_S):
+                        await asyncio.shield(second.ended)
+            assert held(own) == FILES
+        async with agent(tmp_path, there.address):  # once the first one has ended
+            await there.welcome(job(tmp_path))
 
 
 async def test_versions_of_a_node_that_was_killed_are_deleted_by_the_next_one_on_its_host(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from dora.transport.node_messages import (
     NodeWelcome,
     Over,
     ProcessState,
+    RanksOrder,
     Rejected,
     RelaySource,
     ServerOrder,
@@ -33,6 +34,7 @@ from tests.node.peers import AGAIN_S, RUN, WAIT_S, Controller, Peer, config_of, 
 from tests.weights.adapted import make_model, publish_adapted
 from tests.weights.nodes import KEY, held, node, publish, store_at
 
+RANKS = RanksOrder(start=1, port=1, node_rank=0, nodes=2, master="h:1", incarnation=0, checkpoints={})
 ONE = ("nodes.expected=1", "nodes.train=0", "nodes.max=3", "rollout.max_staleness=0")
 
 
@@ -416,6 +418,43 @@ async def test_a_controller_that_was_replaced_ends(tmp_path: Path) -> None:
                     await ended
             with pytest.raises(RunFailed):  # and so does whoever waits for a node
                 await there.cluster.wait_until(lambda: False)
+
+
+async def test_a_late_word_of_a_node_to_an_earlier_controller_does_not_end_the_next_one(tmp_path: Path) -> None:
+    """The connection to its address is that to the next one by then."""
+    async with controller(tmp_path, *ONE, term=7) as there:
+        with Peer(there.address, "n") as peer:
+            await peer.join()
+            await peer.send(Superseded(term=5))
+            await peer.until(NodeOrders, saying=peer.reports(term=7))
+
+
+async def test_a_node_that_comes_back_in_another_place_follows_the_orders_there(tmp_path: Path) -> None:
+    """It knows the number of the last orders that it had, and ignores older ones."""
+
+    def of_start(told: NodeOrders) -> bool:
+        return told.ranks is not None and told.ranks.start == start
+
+    async with controller(
+        tmp_path, "nodes.train=2", "nodes.servers=2", "trainer.ranks=2", "nodes.lease_s=0.3"
+    ) as there:
+        with ExitStack() as stack:
+            first, *others, third = [stack.enter_context(Peer(there.address, name)) for name in "abnc"]
+            await joined(there, first, *others)
+            place = there.cluster.places[0]
+            for start in range(1, 6):
+                place.ranks = replace(RANKS, start=start)
+                there.cluster.changes.tell()
+                orders = await first.until(NodeOrders, of_start, saying=first.reports())
+            await there.until_lost(0)
+            await third.take_part()
+            alive = asyncio.create_task(third.until(Over, saying=third.reports()))
+            await first.join(run_id=RUN)
+            again = await first.until(NodeOrders, lambda told: told.ranks is None, saying=first.reports())
+            assert [place.name for place in there.cluster.places][:2] == ["c", "a"]
+            assert again.serial > orders.serial
+            await there.cluster.end("done")
+            await alive
 
 
 async def test_a_node_is_lost_after_the_lease_and_another_one_takes_its_place(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from dora.errors import ConfigError
+from dora.node import supervise
 from dora.node.plan import SERVE_KEY, ProcessPlan
 from dora.node.processes import OrderedProcess
 from dora.node.supervise import Node
@@ -151,3 +153,27 @@ async def test_a_plan_that_cannot_be_made_is_final(node: Node) -> None:
     followed.error = ConfigError("engine.gpus: too few")
     followed.process.follow(7)
     assert await followed.ended() == ProcessState(start=7, phase="ended", reason="engine.gpus: too few", is_final=True)
+
+
+async def test_a_start_that_the_operating_system_refuses_has_ended_and_may_be_tried_again(node: Node) -> None:
+    followed = Followed(node)
+    followed.error = OSError(errno.ENOSPC, "No space left on device", "epoch")
+    followed.process.follow(7)
+    reason = "[Errno 28] No space left on device: 'epoch'"
+    assert await followed.ended() == ProcessState(start=7, phase="ended", reason=reason)
+    followed.error = None
+    followed.process.follow(8)
+    await followed.up(8)
+
+
+async def test_a_process_that_takes_long_to_end_after_it_was_killed_is_gone_in_the_end(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = Followed(node, code="import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + CODE)
+    followed.process.follow(1)
+    pid = pid_of(await followed.up(1))
+    monkeypatch.setattr(supervise, "KILL_TIMEOUT_S", 0.0)
+    followed.process.follow(None)
+    assert (await followed.ended()).reason == f"engine-0: process {pid} does not end after SIGKILL"
+    await followed.until(lambda state: state is None)
+    assert not psutil.pid_exists(pid)

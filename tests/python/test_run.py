@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -306,6 +307,21 @@ def test_a_process_with_the_same_number_that_began_later_is_another(folder: RunF
         assert find_process(process.pid, started - 10, lock=folder.lock) is None
 
 
+def test_a_run_is_known_after_the_clock_of_its_host_was_set(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux computes the time of the boot from the clock, and psutil the time of a start from that of the boot."""
+    with holder_of(folder) as process:
+        (proc := tmp_path / "proc").mkdir()
+        (proc / str(process.pid)).symlink_to(f"/proc/{process.pid}")
+        booted = re.sub(
+            r"(?m)(?<=^btime )\d+", lambda found: str(int(found[0]) + 3_600), Path("/proc/stat").read_text()
+        )
+        (proc / "stat").write_text(booted)
+        monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
+        assert dora.attach(folder.root).is_running
+
+
 def test_the_process_of_a_run_writes_itself_into_the_lock(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     lock.write_text("x" * 500)
@@ -377,6 +393,20 @@ def test_a_child_that_has_ended_does_not_stay_a_zombie(tmp_path: Path) -> None:
 def test_a_command_that_is_refused_raises_its_own_words() -> None:
     with pytest.raises(dora.ConfigError, match=r"^gone\.toml: no such file$"):
         call(["check", "gone.toml"])
+
+
+def test_the_output_that_an_error_of_a_command_names_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "typer.py").write_text("raise ValueError('broken')")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as broken:
+        broken.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        with pytest.raises(dora.RunFailed, match=r"^ValueError: broken \(a bug: see .*\)$") as failed:
+            call(["check"])
+    output = Path(str(failed.value).rpartition(" ")[2].removesuffix(")"))
+    assert "Traceback" in output.read_text()
+    with pytest.raises(dora.ConfigError):
+        call(["check", "gone.toml"])
+    assert [*tmp_path.glob("dora-*")] == [output.parent]
 
 
 def test_the_last_words_are_the_errors_at_the_end_of_the_last_start(tmp_path: Path) -> None:

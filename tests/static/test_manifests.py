@@ -25,6 +25,7 @@ import yaml
 from click import Command
 from typer.main import get_command
 
+from dora.app.nodes import JOIN_TIMEOUT_S
 from dora.cli.app import app
 from dora.config.load import load
 from dora.config.schema import Config
@@ -195,6 +196,20 @@ def test_kubernetes_restarts_one_node_at_a_time_and_none_waits_for_another() -> 
     assert "startupPolicy" not in jobset["spec"]
 
 
+def test_a_controller_on_kubernetes_may_wait_for_its_nodes() -> None:
+    """It has no status endpoint before they are there and its trainer has started."""
+    probe = container(documents(JOBSET)[1]["spec"]["replicatedJobs"][0])["startupProbe"]
+    config = load(LAUNCH / "configs/nodes-2x8.toml", environ={"DORA_TOKEN": "a token"})
+    assert probe["periodSeconds"] * probe["failureThreshold"] > JOIN_TIMEOUT_S + config.trainer.start_timeout_s
+
+
+@pytest.mark.parametrize("name", ["startupProbe", "livenessProbe"])
+def test_a_probe_on_kubernetes_may_take_as_long_as_the_start_of_python(name: str) -> None:
+    """`dora status` takes 2 s beside other work."""
+    probe = container(documents(JOBSET)[1]["spec"]["replicatedJobs"][0])[name]
+    assert probe.get("timeoutSeconds", 1) >= 10  # 1 is what Kubernetes takes
+
+
 def volumes(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """What a pod mounts, and what it has."""
     pod = part["template"]["spec"]["template"]["spec"]
@@ -213,6 +228,15 @@ def test_the_context_of_the_image_is_what_the_image_copies() -> None:
     copied = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     allowed = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
     assert sorted(allowed) == sorted(word for line in copied for word in line.split())
+
+
+@pytest.mark.parametrize(("host", "is_here"), [("n1", True), ("n30000", True), ("n30001", False)])
+def test_slurm_asks_whether_a_host_is_one_of_many_in_the_job(host: str, is_here: bool) -> None:
+    """With more hosts than a pipe holds, a reader that ends early makes their list fail."""
+    [function] = re.findall(r"^is_here\(\) .*?^}", SCRIPTS[0].read_text(), re.MULTILINE | re.DOTALL)
+    lists = "scontrol() { seq --format=n%.0f 30000; }; squeue() { :; }; SLURM_JOB_ID=1"
+    asks = ["bash", "-c", f"set -euo pipefail\n{lists}\n{function}\nis_here {host}"]
+    assert (subprocess.run(asks, capture_output=True, check=False).returncode == 0) == is_here
 
 
 def test_the_ssh_list_starts_a_node_on_each_host_and_the_controller_on_the_first_and_shows_no_token(

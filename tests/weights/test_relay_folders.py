@@ -80,7 +80,7 @@ async def test_every_link_of_a_chain_carries_a_delta_once(tmp_path: Path) -> Non
                 link = relays[1]
             await links[-1].until_asked()
             tasks.create_task(relay.offer_delta(1, 0))
-        size = sum(path.stat().st_size for path in maker.memory_root.rglob(".stage-*/**/*") if path.is_file())
+        size = sum(path.stat().st_size for path in maker.memory_root.rglob(".delta-*/**/*") if path.is_file())
     assert all(held(store, 1) == files_of(1) for store in stores)
     assert all(store.manifest(1) == manifest for store in stores)
     assert 0 < size < 0.15 * NUM_BYTES
@@ -118,7 +118,7 @@ async def test_a_delta_that_does_not_fit_is_followed_by_the_whole_version(tmp_pa
         asyncio.TaskGroup() as tasks,
     ):
         await relay.offer_delta(1, 0)
-        (folder,) = maker.memory_root.glob(".stage-*")
+        (folder,) = maker.memory_root.glob(".delta-*")
         path = folder / "model.safetensors"
         size = path.stat().st_size
         path.unlink()
@@ -162,11 +162,21 @@ async def test_deltas_are_few_and_go_with_their_version(tmp_path: Path) -> None:
             await relay.offer_delta(version, version - 1)
         kept = [f"/deltas/{version - 1}-{version}/config.json" for version in range(1, MAX_DELTAS + 2)]
         assert [(await ask(link.url, path, START))[0] for path in kept] == [404] + [206] * MAX_DELTAS
-        assert len(list(maker.memory_root.glob(".stage-*"))) == MAX_DELTAS
+        assert len(list(maker.memory_root.glob(".delta-*"))) == MAX_DELTAS
         await relay.stop(MAX_DELTAS + 1)
-        assert len(list(maker.memory_root.glob(".stage-*"))) == MAX_DELTAS - 1
+        assert len(list(maker.memory_root.glob(".delta-*"))) == MAX_DELTAS - 1
         assert (await ask(link.url, kept[-1], START))[0] == 503
         assert (await ask(link.url, "/deltas/1-2/other", START))[0] == 404
+
+
+async def test_a_delta_outlives_the_ranks_that_made_its_version(tmp_path: Path) -> None:
+    maker, a = maker_at(tmp_path / "maker"), with_base(tmp_path / "a")
+    async with asyncio.timeout(WAIT_S), node(maker, limits=BRIEF) as (relay, link):
+        await relay.offer_delta(1, 0)
+        maker.unstage()
+        await fetcher(a).fetch(maker.manifest(1), lambda: [link.source()], base=0)
+    assert held(a, 1) == files_of(1)
+    assert link.num_bytes < NUM_BYTES / 2
 
 
 async def test_a_fetch_by_delta_ends_when_its_version_is_released(tmp_path: Path) -> None:
