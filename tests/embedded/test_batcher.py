@@ -257,9 +257,10 @@ async def test_a_full_queue_refuses() -> None:
 async def test_a_logprob_that_is_not_a_number_ends_the_request_as_an_error() -> None:
     async with rig() as it:
         it.decoder.logprob = float("nan")
-        one = it.submit("a")
-        await it.ended(one)
-        assert one.finish_reason == NOT_FINITE
+        one, last = it.submit("a"), it.submit("b", max_new_tokens=1)
+        await it.ended(one, last)
+        assert one.finish_reason == last.finish_reason == NOT_FINITE
+        assert (one.output_ids, one.output_logprobs, last.output_ids) == ([], [], [])  # JSON has no such number
 
 
 async def test_a_pause_in_place_keeps_rows_and_a_pause_with_retract_empties_them() -> None:
