@@ -160,7 +160,7 @@ async def listening(
         engine.adapters.close()
         batching.cancel()
         await asyncio.wait({batching})
-        engine.batcher.close()
+        await asyncio.to_thread(engine.batcher.close)  # it may wait for a process group: signals still arrive
 
 
 async def _listen(runner: web.AppRunner, options: ServeOptions) -> None:
