@@ -46,7 +46,7 @@ def serve(
     max_queued_requests: Annotated[
         int | None, typer.Option(min=0, help="Maximum number of queued requests (default: unlimited).")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed for requests without one.")] = 0,
+    seed: Annotated[int, typer.Option(min=-(2**31), max=2**31 - 1, help="Seed for requests without one.")] = 0,
     dialect: Annotated[str, typer.Option(help="SGLang release to imitate, 0.5.18 to 0.5.23; for tests.")] = "0.5.20",
     max_lora_rank: Annotated[
         int, typer.Option(min=0, max=1024, help="Largest rank of an adapter; 0: no adapters. Needs dialect 0.5.23.")

@@ -288,8 +288,11 @@ class Batcher(Scheduler):
         self._let_go(ended)
 
     def _ends(self, row: int, token: int, logprob: float) -> bool:
-        """Append a token to a row; return whether the row ends with it."""
+        """Append a token to a row, unless it was not sampled; return whether the row ends with it."""
         generation = self.rows[row]
+        if math.isnan(logprob):
+            self._finish(generation, NOT_FINITE)
+            return True
         generation.output_ids.append(token)
         generation.output_logprobs.append(logprob)
         self.used_tokens += 1
@@ -299,8 +302,6 @@ class Batcher(Scheduler):
             self._finish(generation, {"type": "length", "length": sampling.max_new_tokens})
         elif token in sampling.stop_ids:
             self._finish(generation, {"type": "stop", "matched": token})
-        elif math.isnan(logprob):
-            self._finish(generation, NOT_FINITE)
         else:
             return False
         return True

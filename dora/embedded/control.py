@@ -5,6 +5,7 @@ Orders that touch rows run between steps, in the order of arrival.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -16,7 +17,7 @@ from aiohttp import web
 from dora.embedded import adapter_routes, receiver, updates
 from dora.embedded.bodies import error_body, read_body
 from dora.embedded.dialect import Dialect
-from dora.embedded.engine_state import ENGINE
+from dora.embedded.engine_state import ENGINE, EngineState
 from dora.embedded.generation import Generation, SamplingParams
 from dora.embedded.metrics import EngineMetrics
 from dora.embedded.scheduler import Scheduler
@@ -62,10 +63,13 @@ async def pause_generation(request: web.Request) -> web.Response:
 
 
 async def continue_generation(request: web.Request) -> web.Response:
-    engine = request.app[ENGINE]
+    await asyncio.shield(_continue(request.app[ENGINE]))  # to its end, even if the caller goes
+    return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+
+async def _continue(engine: EngineState) -> None:
     await engine.batcher.between_steps(engine.batcher.release)
     await engine.gate.resume()
-    return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
 
 
 async def _end_all(batcher: Scheduler) -> None:
@@ -162,7 +166,7 @@ def _gauges(batcher: Scheduler) -> dict[str, float]:
         "num_running_reqs": len(batcher.rows),
         "num_queue_reqs": len(batcher.waiting),
         "num_paused_reqs": len(batcher.rows) if batcher.holding else 0,
-        "num_retracted_reqs": sum(generation.num_retractions > 0 for generation in batcher.waiting),
+        "num_retracted_reqs": sum(generation.num_retractions > 0 for generation in tuple(batcher.waiting)),
         "num_used_tokens": used,
         "max_total_num_tokens": batcher.kv_tokens,
         "token_usage": round(used / batcher.kv_tokens, 4),
@@ -192,7 +196,7 @@ async def loads(request: web.Request) -> web.Response:
     engine = request.app[ENGINE]
     batcher = engine.batcher
     gauges = _gauges(batcher)
-    waiting_tokens = sum(generation.num_tokens for generation in batcher.waiting)
+    waiting_tokens = sum(generation.num_tokens for generation in tuple(batcher.waiting))
     load = {
         "timestamp": time.time(),
         "dp_rank": 0,
@@ -227,7 +231,7 @@ async def get_load(request: web.Request) -> web.Response:
         "num_reqs": len(batcher.rows) + len(batcher.waiting),
         "num_waiting_reqs": len(batcher.waiting),
         "num_tokens": batcher.used_tokens,
-        "num_pending_tokens": sum(generation.num_tokens for generation in batcher.waiting),
+        "num_pending_tokens": sum(generation.num_tokens for generation in tuple(batcher.waiting)),
         "ts_tic": time.perf_counter(),
     }
     return web.json_response([load])

@@ -99,7 +99,8 @@ class CausalDecoder:
         self._bans: list[tuple[int, Sequence[int]] | None] = []  # (first index allowed, token ids) of the live rows
         self._places: list[int | None] = []  # of the adapters of the live rows
         self._row_ids = torch.arange(slots, device=device)
-        self._prefixes: PrefixCache[Saved] = PrefixCache(budget_tokens=kv_tokens // 4)
+        most = slots if self._cache.stateful else kv_tokens  # a saved row is as large as a live one if it has states
+        self._prefixes: PrefixCache[Saved] = PrefixCache(budget_tokens=kv_tokens // 4, budget_entries=most)
         self._grow(min(128, self.context_tokens))
         self.adapters = AdapterStack(self._model, adapters) if adapters is not None else None
         self._try(partial(require_exact, slots=slots, adapters=self.adapters), self, self._model)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, uint8
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -49,19 +50,18 @@ class LiveWeights:
     def load(self, folder: Path) -> None:
         """Copy a whole folder of any safetensors sharding.
 
-        FileNotFoundError, with nothing changed, if there is no such file; ConfigError if a weight is unknown, missing,
-        or of another shape.
+        OSError, with nothing changed, if there is no such file, or one of them cannot be opened; ConfigError if a
+        weight is unknown, missing, or of another shape.
         """
-        if not any(folder.glob("*.safetensors")):
-            raise FileNotFoundError(f"{folder} holds no safetensors files")
         self._parts.clear()
         written: set[str] = set()
-        for file, name, tensor in _tensors(folder):
-            targets = self._write(name, tensor, file=file)
-            is_known = name in self._unused or any(pattern.search(name) for pattern in self._ignored)
-            if targets is None and not is_known:
-                raise ConfigError(f"{file} holds {name}, which the served model does not have")
-            written.update(targets or ())
+        with ExitStack() as files:
+            for file, name, tensor in _tensors(_opened(folder, files)):
+                targets = self._write(name, tensor, file=file)
+                is_known = name in self._unused or any(pattern.search(name) for pattern in self._ignored)
+                if targets is None and not is_known:
+                    raise ConfigError(f"{file} holds {name}, which the served model does not have")
+                written.update(targets or ())
         held = {self._live[name].data_ptr() for name in written}
         # Tied weights are stored once.
         missing = {name for name in self._live if name not in written and self._live[name].data_ptr() not in held}
@@ -112,11 +112,21 @@ class LiveWeights:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-def _tensors(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            for name in opened.keys():  # noqa: SIM118  a safetensors file is not a mapping
-                yield file, name, opened.get_tensor(name)
+def _opened(folder: Path, files: ExitStack) -> dict[Path, Any]:
+    """Open all files of a folder, before a weight is written; OSError if there is none, or one is damaged."""
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise FileNotFoundError(f"{folder} holds no safetensors files")
+    try:
+        return {path: files.enter_context(safe_open(path, framework="pt", device="cpu")) for path in paths}
+    except SafetensorError as err:
+        raise OSError(f"{folder} has a damaged file: {err}") from err
+
+
+def _tensors(opened: Mapping[Path, Any]) -> Iterator[tuple[Path, str, Tensor]]:
+    for path, file in opened.items():
+        for name in file.keys():  # noqa: SIM118  a safetensors file is not a mapping
+            yield path, name, file.get_tensor(name)
 
 
 def _copy(source: Tensor, target: Tensor, *, name: str, file: object) -> None:

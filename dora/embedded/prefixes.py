@@ -28,6 +28,7 @@ class _Generation(Generic[Payload]):
 
     def __init__(self) -> None:
         self.tokens = 0
+        self.entries = 0
         self.roots: dict[str, dict[int, _Node[Payload]]] = {}
 
     def put(self, namespace: str, token_ids: Sequence[int], payload: Payload) -> None:
@@ -38,6 +39,7 @@ class _Generation(Generic[Payload]):
                 node = children[token] = _Node(token_ids, payload)
             children = node.children
         self.tokens += len(token_ids)
+        self.entries += 1
 
     def match(self, namespace: str, token_ids: Sequence[int]) -> tuple[int, _Node[Payload] | None]:
         children, depth, deepest = self.roots.get(namespace, {}), 0, None
@@ -51,8 +53,9 @@ class _Generation(Generic[Payload]):
 
 
 class PrefixCache(Generic[Payload]):
-    def __init__(self, *, budget_tokens: int) -> None:
-        self._budget_tokens = budget_tokens  # of each generation
+    def __init__(self, *, budget_tokens: int, budget_entries: int) -> None:
+        """Both are of each generation; the size of an entry may depend little on its tokens."""
+        self._budget_tokens, self._budget_entries = budget_tokens, budget_entries
         self.clear()
 
     def clear(self) -> None:
@@ -76,6 +79,7 @@ class PrefixCache(Generic[Payload]):
     def put(self, namespace: str, token_ids: Sequence[int], payload: Payload) -> None:
         if len(token_ids) > self._budget_tokens:
             return
-        if self._young.tokens + len(token_ids) > self._budget_tokens:
+        young = self._young
+        if young.tokens + len(token_ids) > self._budget_tokens or young.entries >= self._budget_entries:
             self._old, self._young = self._young, _Generation()
         self._young.put(namespace, token_ids, payload)

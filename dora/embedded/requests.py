@@ -234,13 +234,14 @@ def _sampling(fields: Any, limits: RequestLimits) -> SamplingParams:
     except msgspec.ValidationError as err:
         raise BadBody(f"1 validation error:\n  sampling_params: {err}") from err
     _check_ranges(body)
-    stops = frozenset(body.stop_token_ids or ()) | limits.eos_token_ids
+    asked = frozenset(body.stop_token_ids or ()) | limits.eos_token_ids
+    stops = frozenset(token for token in asked if 0 <= token < limits.vocab_size)
     return SamplingParams(
         max_new_tokens=128 if body.max_new_tokens is None else body.max_new_tokens,
         min_new_tokens=body.min_new_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
-        top_k=body.top_k,
+        top_k=min(body.top_k, limits.vocab_size),
         min_p=body.min_p,
         seed=limits.draw_seed() if body.sampling_seed is None else body.sampling_seed,
         stop_ids=frozenset() if body.ignore_eos else stops,

@@ -56,7 +56,7 @@ class Model(Protocol):
     @property
     def adapters(self) -> AdapterPlaces | None: ...  # None: it serves none
 
-    def load(self, folder: Path) -> None: ...  # FileNotFoundError: nothing changed; ConfigError: weights are undefined
+    def load(self, folder: Path) -> None: ...  # OSError: nothing changed; any other error: weights are undefined
     def put(self, tensors: Iterable[tuple[str, Any]]) -> None: ...  # by name; ConfigError: weights are undefined
     def checksums(self) -> dict[str, str]: ...  # of the weights, by name
     def flush(self) -> None: ...  # drops cached prefixes

@@ -160,7 +160,7 @@ async def listening(
         engine.adapters.close()
         batching.cancel()
         await asyncio.wait({batching})
-        engine.batcher.close()
+        await asyncio.to_thread(engine.batcher.close)  # it may wait for a process group: signals still arrive
 
 
 async def _listen(runner: web.AppRunner, options: ServeOptions) -> None:
@@ -177,11 +177,15 @@ async def serve(options: ServeOptions, decoder: Decoder, tokenizer: TextCodec | 
         _on_signals(engine, stopping)
         sys.stdout.write(f"ready {url}\n")
         sys.stdout.flush()
-        stopped = asyncio.create_task(stopping.wait(), name="wait for a signal")
+        stopped = asyncio.create_task(_drained(engine, stopping), name="wait for a signal")
         await asyncio.wait({batching, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if batching.done():
             batching.result()
-        await engine.batcher.emptied(timeout_s=DRAIN_LIMIT_S)
+
+
+async def _drained(engine: EngineState, stopping: asyncio.Event) -> None:
+    await stopping.wait()
+    await engine.batcher.emptied(timeout_s=DRAIN_LIMIT_S)
 
 
 def _engine(options: ServeOptions, batcher: Scheduler, tokenizer: TextCodec | None) -> EngineState:

@@ -28,6 +28,6 @@ class Text:
         if not incremental:
             return whole
         if not generation.done:
-            whole = whole.removesuffix("�")  # the rest of this character is still to come
+            whole = whole.rstrip("�")  # one or more: the rest of this character is still to come
         new, self._sent = whole[self._sent :], max(self._sent, len(whole))
         return new

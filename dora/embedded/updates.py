@@ -14,7 +14,6 @@ from aiohttp import web
 
 from dora.embedded.bodies import error_body, outcome, read_body
 from dora.embedded.engine_state import ENGINE, EngineState, die
-from dora.errors import ConfigError
 
 UNFLUSHED = (
     "Weights were updated, but the cache was not flushed because requests are still running or queued. Retract or "
@@ -57,9 +56,9 @@ def _load(engine: EngineState, body: _Update) -> str | None:
     batcher, begun = engine.batcher, time.perf_counter()
     try:
         batcher.model.load(Path(body.model_path))
-    except FileNotFoundError as err:
+    except OSError as err:
         return f"Failed to get weights iterator: {err}."
-    except (ConfigError, OSError, RuntimeError, ValueError) as err:
+    except Exception as err:  # noqa: BLE001  anything that torch or a conversion raises
         die(f"loading {body.model_path} failed with the weights half replaced: {err}")
     failure = finish_update(engine, label=body.weight_version, flush=body.flush_cache)
     if failure is None:
@@ -116,9 +115,13 @@ async def update_weight_version(request: web.Request) -> web.Response:
     engine, body = request.app[ENGINE], await read_body(request, _Relabel)
     if body.abort_all_requests:
         engine.batcher.abort_all()
-    await engine.batcher.between_steps(lambda: engine.batcher.relabel(body.new_version))
-    engine.label = body.new_version
+    await engine.batcher.between_steps(lambda: _relabel(engine, body.new_version))
     return outcome(f"Weight version updated to {body.new_version}", success=True, new_version=body.new_version)
+
+
+def _relabel(engine: EngineState, label: str) -> None:
+    engine.batcher.relabel(label)
+    engine.label = label
 
 
 async def flush_cache(request: web.Request) -> web.Response:

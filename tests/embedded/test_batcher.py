@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -10,10 +12,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from dora.embedded.batcher import Batcher, Joined, Joiner, waves
 from dora.embedded.generation import ABORTED, ABORTED_WAITING, NOT_FINITE, QUEUE_FULL, Generation, SamplingParams
+from dora.embedded.server import ServeOptions, serve
 
 WAIT_S = 20.0
 
@@ -257,9 +261,43 @@ async def test_a_full_queue_refuses() -> None:
 async def test_a_logprob_that_is_not_a_number_ends_the_request_as_an_error() -> None:
     async with rig() as it:
         it.decoder.logprob = float("nan")
-        one = it.submit("a")
-        await it.ended(one)
-        assert one.finish_reason == NOT_FINITE
+        one, last = it.submit("a"), it.submit("b", max_new_tokens=1)
+        await it.ended(one, last)
+        assert one.finish_reason == last.finish_reason == NOT_FINITE
+        assert (one.output_ids, one.output_logprobs, last.output_ids) == ([], [], [])  # JSON has no such number
+
+
+class FailingDecoder(CountingDecoder):
+    """Fails at the second step."""
+
+    def step(self) -> tuple[list[int], list[float]]:
+        if self.began:
+            raise RuntimeError("out of memory")
+        return super().step()
+
+
+async def test_a_model_that_fails_while_the_server_drains_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
+    decoder = FailingDecoder()
+    decoder.unlimited = False
+    serving = asyncio.create_task(serve(ServeOptions(model_path=Path(), skip_tokenizer_init=True), decoder, None))
+    url = ""
+    async with asyncio.timeout(WAIT_S):
+        while not url.startswith("ready "):
+            await asyncio.sleep(0)
+            url += capsys.readouterr().out
+    async with aiohttp.ClientSession(url.split()[1]) as http:
+        call = asyncio.create_task(http.post("/generate", json={"input_ids": [5]}))
+        while not (await (await http.get("/v1/loads")).json())["loads"][0]["num_running_reqs"]:
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        while (await http.get("/health")).status != 503:
+            pass
+        decoder.steps.release(2)
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(RuntimeError, match="out of memory"):
+                await serving
+        await asyncio.wait({call})
+    assert isinstance(call.exception(), aiohttp.ClientError)
 
 
 async def test_a_pause_in_place_keeps_rows_and_a_pause_with_retract_empties_them() -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from dora.embedded.control import _gauges
+from dora.embedded.generation import Generation, SamplingParams
 from tests.embedded.conftest import Reference, Served, Serving
 from tests.embedded.test_generate import running, sample
 
@@ -60,6 +65,27 @@ async def test_a_paused_server_holds_new_requests_until_it_continues(served: Ser
     await resume(served)
     assert (await held)["meta_info"]["completion_tokens"] == 2
     assert await served.get("/ready") == (200, "")
+
+
+async def test_a_continue_and_a_relabel_are_not_left_half_done_by_a_caller_that_goes(served: Served) -> None:
+    await pause(served, "in_place")
+    busy = threading.Event()
+    thread = asyncio.create_task(served.engine.batcher.between_steps(lambda: busy.wait(20), on_thread=True))
+    calls = [
+        asyncio.create_task(served.post("/update_weight_version", {"new_version": "v9"})),
+        asyncio.create_task(served.post("/continue_generation")),
+    ]
+    async with asyncio.timeout(20):
+        while len(served.engine.batcher._orders) < len(calls):
+            await served.get("/v1/loads")
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    await served.get("/v1/loads")
+    busy.set()
+    assert await thread
+    assert (await served.generate([5], sampling={"max_new_tokens": 1}))["meta_info"]["weight_version"] == "v9"
+    assert (await served.get("/model_info"))[1]["weight_version"] == "v9"
 
 
 async def test_an_empty_pause_body_means_abort(served: Served) -> None:
@@ -120,6 +146,22 @@ async def test_an_unknown_pause_mode_is_a_400_and_pauses_nothing(served: Served)
     status, body = await served.post("/pause_generation", {"mode": "bogus"})
     assert (status, body["type"], body["code"]) == (400, "Bad Request", 400)
     await served.generate([5], sampling={"max_new_tokens": 1})
+
+
+async def test_the_loop_goes_on_while_a_server_that_ends_waits_for_its_decoder_thread(serving: Serving) -> None:
+    busy = threading.Event()
+    async with serving() as served:
+        thread = served.engine.batcher._thread
+        freed = thread.submit(busy.wait, 5)
+
+        async def free() -> None:
+            while not thread._shutdown:  # noqa: ASYNC110 - it can only be polled
+                await asyncio.sleep(0)
+            busy.set()
+
+        freeing = asyncio.create_task(free())
+    await freeing
+    assert freed.result()
 
 
 # --- weight updates
@@ -216,6 +258,50 @@ async def test_a_missing_checkpoint_is_a_400_and_changes_nothing(served: Served,
     await served.generate([5], sampling={"max_new_tokens": 1})
 
 
+def shards(model: Path, folder: Path) -> Path:
+    """Write the model as two files; return the second one."""
+    folder.mkdir()
+    tensors = load_file(model / "model.safetensors")
+    for number, names in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2])):
+        save_file({name: tensors[name] for name in names}, folder / f"{number}.safetensors")
+    return folder / "1.safetensors"
+
+
+async def checksum(served: Served) -> str:
+    answer: dict[str, str] = (await served.post("/weights_checker", {"action": "checksum"}))[1]
+    return answer["per_engine_checksum"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "link to nothing"])
+async def test_a_folder_with_a_file_that_cannot_be_opened_is_a_400_and_changes_nothing(
+    served: Served, model_b: Path, tmp_path: Path, damage: str
+) -> None:
+    second, before = shards(model_b, tmp_path / "damaged"), await checksum(served)
+    if damage == "truncated":
+        second.write_bytes(second.read_bytes()[:-1])
+    else:
+        second.unlink()
+        second.symlink_to(tmp_path / "nothing")
+    status, body = await update(served, second.parent, "bad")
+    assert (status, body["message"].startswith("Failed to get weights iterator: ")) == (400, True)
+    assert (await served.get("/model_info"))[1]["weight_version"] == "default"
+    assert await checksum(served) == before
+
+
+async def test_whatever_ends_a_load_midway_ends_the_process(
+    served: Served, model_b: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons: list[str] = []
+    monkeypatch.setattr("dora.embedded.updates.die", reasons.append)  # the process would end here
+    second = shards(model_b, tmp_path / "odd")
+    header = b'{"odd":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}'  # a type that torch does not have
+    second.write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
+    await update(served, second.parent, "bad")
+    assert [reason.partition(": ")[0] for reason in reasons] == [
+        f"loading {second.parent} failed with the weights half replaced"
+    ]
+
+
 async def test_an_update_without_a_path_is_a_400_with_the_validation_shape(served: Served) -> None:
     status, body = await served.post("/update_weights_from_disk", {"weight_version": "bad"})
     assert (status, set(body)) == (400, set(sample("update_missing_field")["body"]))
@@ -298,6 +384,28 @@ async def test_loads_count_running_and_waiting_requests_and_their_tokens(serving
         await asyncio.gather(*calls)
         load = (await served.get("/v1/loads"))[1]["loads"][0]
         assert (load["num_running_reqs"], load["num_waiting_reqs"], load["num_used_tokens"]) == (0, 0, 0)
+
+
+async def test_the_queue_is_counted_while_the_decoder_thread_changes_it(served: Served) -> None:
+    queue = served.engine.batcher.waiting
+    queue.extend(Generation(rid=str(rid), prompt_ids=[5], sampling=SamplingParams()) for rid in range(3000))
+    stopping, interval = threading.Event(), sys.getswitchinterval()
+
+    def change() -> None:
+        while not stopping.is_set():
+            queue.appendleft(queue.pop())
+
+    thread = threading.Thread(target=change)
+    try:
+        sys.setswitchinterval(1e-6)
+        thread.start()
+        for _ in range(200):
+            assert _gauges(served.engine.batcher)["num_retracted_reqs"] == 0
+    finally:
+        sys.setswitchinterval(interval)
+        stopping.set()
+        thread.join()
+        queue.clear()
 
 
 async def test_metrics_carry_sglang_names_and_grow(served: Served) -> None:

@@ -68,6 +68,14 @@ def test_a_hybrid_takes_whole_prompts_from_the_cache(folders: Folders, family: s
         row.agrees_with(reference)
 
 
+def test_the_prefix_cache_of_a_hybrid_has_as_many_states_as_two_times_the_slots_at_most(folders: Folders) -> None:
+    decoder = decoder_of(folders("lfm2"), slots=2)
+    for first in range(12):
+        decoder.join([Joiner(token_ids=[first, 1], namespace="", seed=0)])
+        decoder.leave(0)
+    assert decoder.cached_tokens == 4
+
+
 def test_prompt_logprobs_of_a_hybrid_are_those_of_a_plain_forward(folders: Folders) -> None:
     decoder, ids = decoder_of(folders("lfm2")), prompt_of(random.Random(2), 30, vocab=VOCAB)
     decoder.join([Joiner(token_ids=ids, namespace="", seed=0)])

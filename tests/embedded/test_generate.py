@@ -382,6 +382,16 @@ async def test_a_refusal_inside_a_stream_is_an_event_of_a_200(served: Served) ->
 
 
 @pytest.mark.parametrize(
+    "sampling", [{"top_k": 2**63}, {"stop_token_ids": [VOCAB]}, {"stop_token_ids": [-1]}, {"stop_token_ids": [2**70]}]
+)
+async def test_what_lies_beyond_the_vocabulary_has_no_effect(served: Served, sampling: dict[str, Any]) -> None:
+    same = {"max_new_tokens": 3, "min_new_tokens": 3, "sampling_seed": 7}
+    answers = [await served.generate([5, 6], sampling=same | more) for more in ({}, sampling)]
+    one, other = (answer["meta_info"]["output_token_logprobs"] for answer in answers)
+    assert one == other
+
+
+@pytest.mark.parametrize(
     "raw",
     [b"{", b'{"input_ids": "x"}', b'{"input_ids": [1.5]}', b"[]", b"", b'{"rid": "\xff"}', b'{"x":' + b"[" * 100_000],
 )

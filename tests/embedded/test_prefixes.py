@@ -5,8 +5,8 @@ from __future__ import annotations
 from dora.embedded.prefixes import PrefixCache
 
 
-def cache(budget: int = 100) -> PrefixCache[str]:
-    return PrefixCache(budget_tokens=budget)
+def cache(budget: int = 100, *, entries: int = 100) -> PrefixCache[str]:
+    return PrefixCache(budget_tokens=budget, budget_entries=entries)
 
 
 def test_the_longest_common_prefix_is_found_with_a_payload_that_covers_it() -> None:
@@ -45,6 +45,13 @@ def test_the_cache_holds_two_budgets_at_most_and_no_prompt_longer_than_one() -> 
         assert held.tokens <= 20
     held.put("", list(range(11)), "giant")
     assert held.match("", list(range(11)))[1] != "giant"
+
+
+def test_the_cache_holds_twice_as_many_entries_as_a_generation_at_most() -> None:
+    held = cache(entries=2)
+    for first in range(9):
+        held.put("", [first], str(first))
+    assert [held.match("", [first])[1] for first in range(9)] == [*[None] * 6, "6", "7", "8"]
 
 
 def test_clear_drops_everything() -> None:

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from dora.cli.app import app
 
 SERVE = """
 import sys
@@ -84,6 +87,12 @@ def test_a_checkpoint_of_another_shape_ends_the_process_and_says_why(model_a: Pa
         _, errors = process.communicate(timeout=30)
         assert process.returncode == 1
         assert "has shape" in errors
+
+
+def test_a_seed_that_leaves_no_room_for_the_numbers_of_requests_is_refused() -> None:
+    result = CliRunner().invoke(app, ["serve", "--seed", str(2**31)])
+    assert result.exit_code == 2
+    assert "'--seed': Input should be less than or equal to 2147483647" in result.output
 
 
 def test_importing_the_server_loads_no_torch() -> None:

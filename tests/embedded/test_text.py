@@ -16,6 +16,14 @@ class Bytes:
         return bytes(token_ids).decode(errors="replace")
 
 
+class ByteFallback(Bytes):
+    """Bytes that are no whole character are a replacement character each, as in vocabularies of SentencePiece."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        whole = bytes(token_ids).decode(errors="ignore")
+        return whole + "\ufffd" * (len(token_ids) - len(whole.encode()))
+
+
 def generation(text: str) -> Generation:
     return Generation(rid="a", prompt_ids=[1], sampling=SamplingParams(), output_ids=list(text.encode()))
 
@@ -28,6 +36,11 @@ async def test_cumulative_text_is_the_whole_text_so_far() -> None:
 async def test_incremental_text_holds_a_character_back_until_it_is_whole() -> None:
     text = Text(generation("añb€"), Bytes())
     assert [text.upto(end, incremental=True) for end in range(8)] == ["", "a", "", "ñ", "b", "", "", "€"]
+
+
+async def test_no_byte_of_a_character_is_sent_before_the_last() -> None:
+    text = Text(generation("a€b"), ByteFallback())
+    assert [text.upto(end, incremental=True) for end in range(6)] == ["", "a", "", "", "€", "b"]
 
 
 async def test_an_incomplete_character_is_sent_at_the_end() -> None:

@@ -16,7 +16,7 @@ from dora.engine.api import Capabilities
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.probe import probe
 from dora.engine.sglang.target import PushTarget
-from dora.errors import ConfigError
+from dora.errors import ConfigError, ProtocolError, RemoteError
 
 VOCAB = 50
 
@@ -42,6 +42,8 @@ class Speculating(ScriptedServer):
         self.is_certain = False  # of each token
         self.error = 0.0  # of the log-probs of answers
         self.missing = 0  # log-probs that the last chunk lacks
+        self.unread = 0  # tokens of a prompt without log-probs
+        self.is_stopped = False  # by others, before the first token
         info = {**captured("GET_server_info.json"), "speculative_algorithm": "NGRAM", **arguments}
         self.says("/server_info", info)
         self.says("/v1/loads", captured("GET_v1_loads.json"))
@@ -57,15 +59,17 @@ class Speculating(ScriptedServer):
                 [None if at == 0 else each, token, None]
                 for at, (each, token) in enumerate(zip(found, ids, strict=True))
             ]
-            return web.json_response({"meta_info": {"input_token_logprobs": triples}})
+            return web.json_response({"meta_info": {"input_token_logprobs": triples[self.unread :]}})
         rng, triples = random.Random(asked["sampling_seed"]), []
         for _ in range(asked["max_new_tokens"]):
             token = (ids[-1] + 1) % VOCAB if self.is_greedy or asked["temperature"] == 0 else rng.randrange(VOCAB)
             token = 7 if self.is_certain else token
             triples.append([self._logprob(token, ids) + self.error, token, None])
             ids.append(token)
+        if self.is_stopped:
+            triples = []
         meta = {
-            "finish_reason": {"type": "length", "length": len(triples)},
+            "finish_reason": {"type": "abort"} if self.is_stopped else {"type": "length", "length": len(triples)},
             "completion_tokens": len(triples),
             "output_token_logprobs": triples[: len(triples) - self.missing],
             "weight_versions": [{"version": "v9", "start": 0, "end": len(triples)}],
@@ -150,6 +154,20 @@ async def test_in_float32_a_thousandth_is_the_limit(client: EngineClient, specul
 async def test_an_answer_that_lacks_a_logprob_is_refused(client: EngineClient, speculating: Speculating) -> None:
     speculating.missing = 1
     with pytest.raises(ConfigError, match="log-probs"):
+        await examined(client, speculating)
+
+
+async def test_a_prompt_without_all_of_its_logprobs_proves_nothing(
+    client: EngineClient, speculating: Speculating
+) -> None:
+    speculating.unread = 1
+    with pytest.raises(ProtocolError, match=r"39 log-probs of a prompt of 40 tokens"):
+        await examined(client, speculating)
+
+
+async def test_a_probe_that_others_stop_proves_nothing(client: EngineClient, speculating: Speculating) -> None:
+    speculating.is_stopped = True
+    with pytest.raises(RemoteError, match=r"stopped a probe without being asked to"):
         await examined(client, speculating)
 
 

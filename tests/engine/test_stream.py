@@ -202,6 +202,10 @@ def test_spans_count_more_than_the_label_of_the_end() -> None:
             event({"meta_info": {"completion_tokens": 1, "output_token_logprobs": [[-1e39, 5, None]]}}),
             id="a log-prob beyond float32",
         ),
+        pytest.param(
+            event({"meta_info": {"completion_tokens": 1, "output_token_logprobs": [[1e39, 5, None]]}}),
+            id="a log-prob that would become infinite",
+        ),
         pytest.param(last([], total=0), id="the end of an answer without a token"),
         pytest.param(b"data: {half\n\n", id="broken JSON"),
         pytest.param(b"data: \xff\n\n", id="not text"),

@@ -259,6 +259,8 @@ class EngineClient:
         path = protocol.GENERATE
         _, answer = await self._control("POST", url, path, body, timeout_s=timeout_s, attempts=1)
         triples = read(answer, PromptAnswer, what=url + path).meta_info.input_token_logprobs
+        if len(triples) != len(token_ids):
+            raise ProtocolError(f"{url}: {len(triples)} log-probs of a prompt of {len(token_ids)} tokens")
         return [math.nan if logprob is None else logprob for logprob, *_ in triples[1:]]
 
     async def weight_version(self, url: str) -> str:

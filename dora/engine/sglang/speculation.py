@@ -19,7 +19,7 @@ import msgspec
 from dora.engine.api import GenerateRequest
 from dora.engine.sglang.answers import read_server_info
 from dora.engine.sglang.client import EngineClient
-from dora.errors import ConfigError
+from dora.errors import ConfigError, RemoteError
 
 ANSWER_TOKENS: Final = 24
 #: One repeats itself, so that its answer accepts drafts; of the others, one is uncertain enough in most models.
@@ -128,7 +128,8 @@ async def _answer(
         label=name,
         ignore_end=True,
     )
-    await client.generate(url, request, answer.add)
+    if (await client.generate(url, request, answer.add)).was_stopped:
+        raise RemoteError(f"{url}: stopped a probe without being asked to")
     plain = await client.prompt_logprobs(url, [*prompt, *answer.token_ids], timeout_s=timeout_s)
     gaps = [abs(a - b) for a, b in zip(answer.logprobs, plain[len(prompt) - 1 :], strict=True)]
     mean, limit = sum(gaps) / len(gaps), MEAN_TOLERANCE.get(found.dtype, MEAN_TOLERANCE_16_BITS)

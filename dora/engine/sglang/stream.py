@@ -71,7 +71,7 @@ class _Event(msgspec.Struct, gc=False):
 
 _decode = msgspec.json.Decoder(_Event).decode
 _DONE: Final = DONE.encode()
-_LEAST_FLOAT32: Final = -3.4028234e38
+_MAX_FLOAT32: Final = 3.4028234e38
 
 
 class StreamParser:
@@ -132,7 +132,7 @@ class StreamParser:
         if triples:
             self._num_tokens += len(triples)
             logprobs, token_ids, _ = zip(*triples)  # noqa: B905  all are triples
-            if min(token_ids) < 0 or min(logprobs) < _LEAST_FLOAT32:
+            if min(token_ids) < 0 or min(logprobs) < -_MAX_FLOAT32 or max(logprobs) > _MAX_FLOAT32:
                 raise ProtocolError(f"{self._source}: a token id below 0, or a log-prob beyond float32")
             pack_ids, pack_logprobs = _packers(len(triples))
             try:
