@@ -170,6 +170,7 @@ class _Host:
     ) -> None:
         self._make = make
         self._servers = servers
+        self._pid = os.getpid()
         self._limit_s: float = setup["call_timeout_s"]
         Environment.max_tokens = setup.get("max_tokens", 0)
         self._output_bytes: int = setup["output_bytes"]
@@ -324,6 +325,7 @@ class _Host:
 
     def _send(self, number: int, reply: Reply) -> str:
         """Send a reply, or the reason why it cannot be sent; return the type of the message that was sent."""
+        _end_if_forked(self._pid)
         try:
             frame = _encode({"id": number, **reply})
             if len(frame) > self._reply_bytes:
@@ -345,7 +347,7 @@ class _Threads(ThreadPoolExecutor):
         self._working: dict[Future[Any], asyncio.Task[Any] | None] = {}
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
-        future = super().submit(function, *arguments, **named)
+        future = super().submit(_unforked, function, *arguments, **named)
         self._working[future] = _CALL.get()
         future.add_done_callback(lambda done: self._working.pop(done, None))
         return future
@@ -353,6 +355,21 @@ class _Threads(ThreadPoolExecutor):
     def are_left_by(self, call: asyncio.Task[Any]) -> bool:
         """Return whether a thread still works for a call that no longer waits for it."""
         return call in [*self._working.values()]
+
+
+def _unforked(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+    """Call a function, and return in this process alone."""
+    own = os.getpid()
+    try:
+        return function(*arguments, **named)
+    finally:
+        _end_if_forked(own)
+
+
+def _end_if_forked(own: int) -> None:
+    """End a process that code of the user has forked from process `own`, and let return."""
+    if os.getpid() != own:
+        os._exit(1)
 
 
 def cut_messages(messages: Sequence[Message], *, limit: int) -> list[Message]:

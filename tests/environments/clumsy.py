@@ -45,6 +45,12 @@ class Clumsy(Environment):
         await asyncio.sleep(0.1)
         return says("waited")
 
+    async def forks(self):
+        return fork()
+
+    async def forks_in_a_thread(self):
+        return await asyncio.to_thread(fork)
+
     async def prints(self):
         print("Z" + chr(0xFC) + chr(27) + "[31mred")  # noqa: T201
         sys.stderr.write("a warning" + chr(10))
@@ -63,6 +69,14 @@ class Picky(Clumsy):
 
 def says(text):
     return Observation([{"role": "user", "content": text}])
+
+
+def fork():
+    """Return in both processes, in that of the environment once the other one has ended."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+    return says("parent" if child else "child")
 
 
 async def slow(words: str) -> str:

@@ -126,6 +126,14 @@ async def test_an_async_tool_that_blocks_the_loop_fails_its_turn() -> None:
         assert failed.reason.endswith(f"blocking all episodes of its host ({place('slow')})")
 
 
+@pytest.mark.parametrize("forks", ["forks", "forks_in_a_thread"])
+async def test_a_process_that_a_call_forks_and_lets_return_answers_nothing(forks: str) -> None:
+    async with pool_of(call_timeout_s=5) as pool:
+        await start(pool)
+        for _ in range(2):
+            assert await answers(pool, forks) == ["parent"]
+
+
 # --- calls of one turn ----------------------------------------------------------------------------------------------
 
 
