@@ -34,7 +34,7 @@ def hold(path: Path) -> IO[bytes]:
     try:
         held = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+b")
     except OSError as err:
-        raise ConfigError(f"{path}: cannot be written ({err.strerror})") from err
+        raise ConfigError(f"{path}: cannot be written ({err.strerror or 'it is not a regular file'})") from err
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

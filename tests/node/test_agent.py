@@ -28,6 +28,7 @@ from dora.transport.node_messages import (
     FolderOrder,
     Join,
     NodeOrders,
+    NodePaths,
     NodeWelcome,
     Over,
     RanksOrder,
@@ -81,6 +82,10 @@ def epoch_at(fence: str) -> int:
 
 def has_ended(report: Report) -> bool:
     return 0 in report.servers and report.servers[0].phase == "ended"
+
+
+def store_of(paths: NodePaths) -> VersionStore:
+    return VersionStore(memory_root=Path(paths.memory_root), durable_root=Path(paths.durable_root))
 
 
 def order_of(manifest: Manifest, *sources: RelaySource) -> FolderOrder:
@@ -327,7 +332,7 @@ async def test_a_version_that_the_file_system_refuses_is_reported_and_had_once_i
     with Hub() as there:
         async with agent(tmp_path, there.address), node(store) as (_, proxy):
             joined = await there.welcome(job(tmp_path))
-            own = VersionStore(memory_root=Path(joined.paths.memory_root), durable_root=Path(joined.paths.durable_root))
+            own = store_of(joined.paths)
             await there.order()
             await there.report(lambda told: told.serial == 1)
             publish(own, 3, FILES | {"config.json": b"another history"})
@@ -344,7 +349,7 @@ async def test_versions_that_a_new_controller_does_not_know_are_deleted_and_othe
     with Hub() as there:
         async with agent(tmp_path, there.address):
             joined = await there.welcome(job(tmp_path))
-            own = VersionStore(memory_root=Path(joined.paths.memory_root), durable_root=Path(joined.paths.durable_root))
+            own = store_of(joined.paths)
             known = publish(own, 3)
             await there.order(versions={3: order_of(known)})
             folder = Path((await there.report(lambda told: 3 in told.versions)).versions[3])
@@ -365,7 +370,7 @@ async def test_a_version_with_other_bytes_than_the_journaled_ones_is_replaced(tm
     with Hub() as there:
         async with agent(tmp_path, there.address), node(store) as (_, proxy):
             joined = await there.welcome(job(tmp_path))
-            own = VersionStore(memory_root=Path(joined.paths.memory_root), durable_root=Path(joined.paths.durable_root))
+            own = store_of(joined.paths)
             await there.order()
             await there.report(lambda told: told.serial == 1)
             other = publish(own, 3, FILES | {"config.json": b"another history"})
@@ -392,7 +397,7 @@ async def test_a_version_that_is_waited_for_is_had_once_ranks_of_the_node_have_w
             sources = () if source == "none" else (RelaySource(url=proxy.url, key=KEY),)
             await there.order(versions={3: order_of(manifest, *sources)})
             await there.report(lambda told: told.serial == 1 and told.fetching == ((3,) if sources else ()))
-            own = VersionStore(memory_root=Path(joined.paths.memory_root), durable_root=Path(joined.paths.durable_root))
+            own = store_of(joined.paths)
             assert publish(own) == manifest
             await there.report(lambda told: 3 in told.versions and not told.fetching)
             assert held(own) == FILES
@@ -404,7 +409,7 @@ async def test_a_version_that_ranks_of_the_node_write_otherwise_while_it_arrives
     with Hub() as there:
         async with agent(tmp_path, there.address), node(store, after=100_000) as (_, proxy):
             joined = await there.welcome(job(tmp_path), first_instance=-1)
-            own = VersionStore(memory_root=Path(joined.paths.memory_root), durable_root=Path(joined.paths.durable_root))
+            own = store_of(joined.paths)
             await there.order(versions={3: order_of(manifest, RelaySource(url=proxy.url, key=KEY))})
             await proxy.until(100_000)
             publish(own, 3, FILES | {"config.json": b"written again"})
@@ -420,7 +425,7 @@ async def test_a_version_that_ranks_of_the_node_wrote_otherwise_is_kept_once_it_
             joined = await there.welcome(job(tmp_path), first_instance=-1)
             await there.order(versions={3: order_of(manifest)})
             await there.report(lambda told: told.serial == 1)
-            own = VersionStore(memory_root=Path(joined.paths.memory_root), durable_root=Path(joined.paths.durable_root))
+            own = store_of(joined.paths)
             other = publish(own, 3, FILES | {"config.json": b"written again"})
             await there.order(versions={3: order_of(other)})
             await there.report(lambda told: 3 in told.versions)
@@ -432,12 +437,12 @@ async def test_what_an_earlier_process_of_the_node_left_is_not_used(tmp_path: Pa
         async with agent(tmp_path, there.address):
             joined = await there.welcome(job(tmp_path))
             paths = joined.paths
-            own = VersionStore(memory_root=Path(paths.memory_root), durable_root=Path(paths.durable_root))
+            own = store_of(paths)
             publish(own, 3)
             own.copy_durable(3)
         async with agent(tmp_path, there.address):
             joined = await there.welcome(job(tmp_path))
-            own = VersionStore(memory_root=Path(paths.memory_root), durable_root=Path(paths.durable_root))
+            own = store_of(paths)
             assert (joined.versions, [*own.live(), *own.durable()]) == ({}, [])
 
 
@@ -446,7 +451,7 @@ async def test_two_nodes_cannot_share_a_folder(tmp_path: Path) -> None:
     with Hub() as there, Hub() as beside:
         async with agent(tmp_path, there.address):
             joined = await there.welcome(job(tmp_path, f"weights.memory_folder={tmp_path / 'none'}"))
-            own = VersionStore(memory_root=Path(joined.paths.memory_root), durable_root=Path(joined.paths.durable_root))
+            own = store_of(joined.paths)
             publish(own, 3)
             async with agent(tmp_path, beside.address, name="m") as second:
                 await beside.until(Join)
@@ -467,7 +472,7 @@ async def test_versions_of_a_node_that_was_killed_are_deleted_by_the_next_one_on
     with Hub() as there:
         async with agent(tmp_path / "killed", there.address):
             paths = (await there.welcome(job(tmp_path))).paths
-            own = VersionStore(memory_root=Path(paths.memory_root), durable_root=Path(paths.durable_root))
+            own = store_of(paths)
             publish(own, 3)
             memory = Path(paths.memory_root)
             left = Path(shutil.copytree(memory, memory.with_name("dora-another-run-0")))  # a copy has no lock

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,13 @@ def test_a_child_lives_while_the_lease_is_held_and_ends_when_it_is_released(tmp_
     lease.close()
     assert child.wait(timeout=10) == 1
     child.stdout.close()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_what_is_no_file_is_not_held(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "lock")
+    with pytest.raises(ConfigError, match=r"lock: cannot be written \((it is not a regular file|Is a directory)\)$"):
+        hold(tmp_path / "lock")
 
 
 CONTROLLER = """

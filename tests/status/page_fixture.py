@@ -12,7 +12,8 @@ import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import accumulate
@@ -529,6 +530,18 @@ def application(name: str) -> web.Application:
     add_page(app.router)
     app.router.add_get("/data/{name}", answer)
     return app
+
+
+@asynccontextmanager
+async def served(name: str) -> AsyncIterator[str]:
+    """The URL of the page of an `application`."""
+    runner = web.AppRunner(application(name))
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/"
+    finally:
+        await runner.cleanup()
 
 
 if __name__ == "__main__":

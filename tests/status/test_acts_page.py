@@ -16,7 +16,7 @@ from dora.observe.snapshot import InstanceRow, Snapshot
 from dora.status.server import StatusServer
 from tests.escapes import HOSTILE
 from tests.status.browser import Page, browser, needs_chromium
-from tests.status.page_fixture import application
+from tests.status.page_fixture import served
 from tests.status.test_endpoint import TOKEN, Desk
 
 pytestmark = [needs_chromium, pytest.mark.timeout(600)]
@@ -159,20 +159,13 @@ async def test_a_run_that_has_ended_takes_no_requests(tmp_path: Path, shown: Sna
 
 
 async def test_a_page_that_only_shows_explains_the_task_and_cannot_act(tmp_path: Path) -> None:
-    runner = web.AppRunner(application("small"))
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with browser(tmp_path) as page:
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
-            await page.open(url)
-            await page.until("document.getElementById('example').textContent")
-            assert await page.text("example") == "One of its prompts: “17+5-0=?”; the expected answer: “22”."
-            assert await page.run("document.getElementById('acts').hidden")
-            assert not await page.run("window.parsed")
-            assert all(request["url"].startswith(url) for request in page.requests)
-    finally:
-        await runner.cleanup()
+    async with served("small") as url, browser(tmp_path) as page:
+        await page.open(url)
+        await page.until("document.getElementById('example').textContent")
+        assert await page.text("example") == "One of its prompts: “17+5-0=?”; the expected answer: “22”."
+        assert await page.run("document.getElementById('acts').hidden")
+        assert not await page.run("window.parsed")
+        assert all(request["url"].startswith(url) for request in page.requests)
 
 
 ATTACK = """

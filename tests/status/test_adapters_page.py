@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 
 from tests.status.browser import browser, needs_chromium
-from tests.status.page_fixture import application, made
+from tests.status.page_fixture import made, served
 
 pytestmark = [needs_chromium, pytest.mark.timeout(600)]
 
@@ -24,25 +23,19 @@ COLORS = """(() => {
 
 
 async def test_a_lane_has_the_versions_that_share_the_server_and_the_table_their_requests(tmp_path: Path) -> None:
-    runner = web.AppRunner(application("adapters"))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        async with browser(tmp_path) as page:
-            await page.open(f"http://127.0.0.1:{runner.addresses[0][1]}/")
-            await page.until("document.getElementById('example').textContent")
-            await page.run("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
-            await page.until("document.querySelector('#instances td')")
-            cells = "[...document.querySelectorAll('#instances tr')[1].cells].map((cell) => cell.textContent)"
-            newest = made("adapters")["status"].newest_version
-            held = {-3: "unloading", -2: "8", -1: "5", 0: "2", 1: "loading"}
-            assert (await page.run(cells))[3].split() == [
-                part for version, what in held.items() for part in (f"v{newest + version}", what)
-            ]
-            await page.run("document.getElementById('whole').click()")
-            colors = "import('./page/colors.js').then((colors) => colors.PALETTE)"
-            bands = {*await page.run(COLORS)} & {*await page.run(colors)}
-            assert len(bands) == 3, bands
-            assert page.errors == []
-    finally:
-        await runner.cleanup()
+    async with served("adapters") as url, browser(tmp_path) as page:
+        await page.open(url)
+        await page.until("document.getElementById('example').textContent")
+        await page.run("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
+        await page.until("document.querySelector('#instances td')")
+        cells = "[...document.querySelectorAll('#instances tr')[1].cells].map((cell) => cell.textContent)"
+        newest = made("adapters")["status"].newest_version
+        held = {-3: "unloading", -2: "8", -1: "5", 0: "2", 1: "loading"}
+        assert (await page.run(cells))[3].split() == [
+            part for version, what in held.items() for part in (f"v{newest + version}", what)
+        ]
+        await page.run("document.getElementById('whole').click()")
+        colors = "import('./page/colors.js').then((colors) => colors.PALETTE)"
+        bands = {*await page.run(COLORS)} & {*await page.run(colors)}
+        assert len(bands) == 3, bands
+        assert page.errors == []

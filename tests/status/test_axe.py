@@ -7,13 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 
 from dora.observe.requests import RequestRow
 from dora.observe.snapshot import Snapshot
 from tests.status.axe import findings
 from tests.status.browser import browser, needs_chromium
-from tests.status.page_fixture import application, made
+from tests.status.page_fixture import made, served
 from tests.status.test_acts_page import run_with, unlocked
 from tests.status.test_endpoint import Desk
 
@@ -34,13 +33,8 @@ def acting() -> Snapshot:
 @pytest.fixture
 async def url() -> AsyncIterator[str]:
     """Where a small run with charts, groups and samples is served."""
-    runner = web.AppRunner(application("small"))
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/"
-    finally:
-        await runner.cleanup()
+    async with served("small") as url:
+        yield url
 
 
 async def test_nothing_is_found_in_a_run_and_its_details(tmp_path: Path, url: str, scheme: str) -> None:

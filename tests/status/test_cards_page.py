@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 
 from tests.status.browser import browser, needs_chromium
-from tests.status.page_fixture import application
+from tests.status.page_fixture import served
 
 pytestmark = [needs_chromium, pytest.mark.timeout(600)]
 
@@ -25,12 +24,6 @@ async def test_a_set_of_which_nothing_was_graded_does_not_hide_the_scores_of_ano
         {"kind": "evaluation", "version": version, "name": name, "mean": mean, "is_accuracy": True}
         for version, (name, mean) in enumerate([("judged", None), ("sums", 0.25), ("sums", 0.5)])
     ]
-    runner = web.AppRunner(application("small"))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        async with browser(tmp_path) as page:
-            await page.open(f"http://127.0.0.1:{runner.addresses[0][1]}/")
-            assert await page.run(SHOW % json.dumps(rows)) == "50 % right at v2, from 25 % at v1"
-    finally:
-        await runner.cleanup()
+    async with served("small") as url, browser(tmp_path) as page:
+        await page.open(url)
+        assert await page.run(SHOW % json.dumps(rows)) == "50 % right at v2, from 25 % at v1"
