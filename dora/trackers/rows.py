@@ -7,6 +7,7 @@ group, as trackers call what is before the first `/`, gets that of GROUPS. In ro
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
@@ -52,17 +53,22 @@ class RowReader:
         self._number = 0  # number of the next line
 
     def new(self) -> Iterator[tuple[int, bytes]]:
-        """Yield number and text of every complete line that was not yielded before."""
+        """Yield number and text of every complete line that was not yielded before, once it is on the disk: the number
+        of a line that a power failure takes would be that of another line afterwards."""
         if self._file is None and self._path.is_file():
             self._file = foreign.open_regular(self._path)
-        while self._file is not None:
-            start = self._file.tell()
+        if self._file is None:
+            return
+        end = os.fstat(self._file.fileno()).st_size
+        if end > self._file.tell():
+            files.sync(self._path, self._file.fileno())
+        while (start := self._file.tell()) < end:
             line = self._file.readline(files.MAX_ROW_BYTES + 1)
             if len(line) > files.MAX_ROW_BYTES:
                 raise foreign.ForeignFileError(
                     f"{self._path}, line {self._number + 1}: has more than {files.MAX_ROW_BYTES:,} bytes"
                 )
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") or start + len(line) > end:
                 self._file.seek(start)
                 return
             self._number += 1

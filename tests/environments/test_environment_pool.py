@@ -436,12 +436,19 @@ async def test_a_host_that_never_starts_ends_the_run_with_its_last_words(tmp_pat
     [
         ({"python": "/no/such/python"}, r"\(exit code 1: /no/such/python: No such file or directory\)"),
         ({"memory_mb": 16}, r"no host started in 3 attempts \(exit code "),
-        ({"start_timeout_s": 0.01}, r"\(not ready after 0.01 s\)"),
     ],
 )
 async def test_what_keeps_a_host_from_starting_is_named(settings, problem):
     with pytest.raises(RunFailed, match=problem):
         async with pool_of(**settings):
+            pass
+
+
+async def test_a_host_that_is_never_ready_is_given_up(tmp_path):
+    file = tmp_path / "loading.py"
+    file.write_text("import threading\nthreading.Event().wait()\n")
+    with pytest.raises(RunFailed, match=r"no host started in 3 attempts \(not ready after 0.5 s\)"):
+        async with EnvironmentPool(EnvironmentConfig(name=f"{file}:World", start_timeout_s=0.5)):
             pass
 
 

@@ -7,6 +7,7 @@ from typing import get_type_hints
 
 import msgspec
 
+from dora import files
 from dora.observe.observed import RunFacts, row_figures
 from dora.observe.snapshot import Counts
 from dora.observe.steps import StepFacts
@@ -91,4 +92,23 @@ def test_a_line_is_read_once_it_is_complete_even_if_the_file_appears_later(tmp_p
     with path.open("ab") as file:
         file.write(b"c\nd\n")
     assert list(reader.new()) == [(1, b"bc\n"), (2, b"d\n")]
+    reader.close()
+
+
+def test_a_line_is_yielded_only_when_it_is_on_the_disk(tmp_path: Path) -> None:
+    """After a power failure, the numbers of lost lines are those of others: they must not count as logged."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"a\nb\n")
+    reader = RowReader(path)
+    synced = []
+
+    def observe(operation: files.Operation) -> None:
+        synced.append((operation.kind, operation.path, path.read_bytes()))
+        with path.open("ab") as file:
+            file.write(b"c\n")
+
+    with files.observed(observe):
+        assert list(reader.new()) == [(0, b"a\n"), (1, b"b\n")]
+        assert synced == [("sync", path, b"a\nb\n")]
+        assert list(reader.new()) == [(2, b"c\n")]
     reader.close()
