@@ -149,7 +149,7 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
 
 def make_config(family: str, **changes: Any) -> Any:
     """The tiny config of a family, without special tokens, since the vocabulary has no room for them."""
-    config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family], **changes})
+    config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES.get(family, {}), **changes})
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None
     return config
 

@@ -185,9 +185,10 @@ class Parts:
                 tensor = torch.empty(tensor.shape if found else 0, dtype=tensor.dtype, device=tensor.device)
                 for part, values in zip(parts, found, strict=False):
                     tensor[part.slices[: tensor.dim()]] = values[: len(part.rows)]
-            tensors[target] = self._with_adapter(target, tensor, 0)
+            tensors[target] = tensor
         if self._rank == owner:
-            for name, tensor in as_published(self._policy.model, conversion, tensors).items():
+            adapted = {target: self._with_adapter(target, tensor, 0) for target, tensor in tensors.items()}
+            for name, tensor in as_published(self._policy.model, conversion, adapted).items():
                 yield Piece(name, 0, self._cast(name, tensor))
 
     def _gather_to(self, owner: int, local: Tensor, count: int) -> list[Tensor]:

@@ -560,6 +560,35 @@ def test_weights_that_are_computed_in_other_ways_are_not_made_on_nodes(alone: No
         assert has_weights(manifest)
 
 
+def publish_joined(rank: int, root: Path, num_ranks: int) -> None:
+    torch.set_num_threads(1)
+    begin(root / f"joined-{num_ranks}", rank, Ranks(num_ranks, num_ranks))
+    policy = load(root / "model", targets=["q_proj", "up_proj"])
+    assert policy.adapters is not None
+    policy.adapters.draw(rank=rank, is_trial=True)
+    for writers in {1, num_ranks}:
+        write_version(policy, root / "model", root / f"{num_ranks}-{writers}", dtype="float32", writers=writers)
+    end()
+
+
+@pytest.mark.deep
+def test_adapted_weights_that_are_parts_of_a_tensor_are_published_by_any_number_of_ranks(tmp_path: Path) -> None:
+    make_model("hrm_text").save_pretrained(tmp_path / "model")
+    multiprocessing.set_forkserver_preload([__name__])
+    for num_ranks in (1, 2):
+        mp.start_processes(publish_joined, (tmp_path, num_ranks), nprocs=num_ranks, start_method="forkserver")
+    before, expected, *others = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("model", "1-1", "2-1", "2-2")
+    )
+    changed = {name for name, tensor in expected.items() if not torch.equal(tensor, before[name])}
+    assert {name.partition("layers.0.")[2] for name in changed if "L_module.layers.0." in name} == {
+        "attn.gqkv_proj.weight",
+        "mlp.gate_up_proj.weight",
+    }
+    for other in others:
+        assert all(torch.equal(tensor, other[name]) for name, tensor in expected.items())
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_are_made_of_a_version_that_is_its_adapter_alone(
