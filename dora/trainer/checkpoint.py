@@ -231,14 +231,19 @@ def load(storage: Storage, paths: Sequence[Path], *, tensors: Mapping[str, Tenso
     own = own_blocks_of(tensors, storage.arrangement, device=storage.device, divided=storage.divided)
     for path in paths:
         reason = ""
+        problem: ConfigError | None = None
         manifest = together(partial(_read_manifest, path, storage), device=storage.device)
         try:
             _require_same(path, manifest, device=storage.device)
             stored = _read(path, manifest, storage, tensors=tensors, own=own)
         except Damaged as err:
             reason = str(err)
+        except ConfigError as err:  # or so it seems: other ranks verify some of the files
+            problem = err
         undamaged = gather_flags(not reason, device=storage.device)
         if all(undamaged):
+            if problem is not None:
+                raise problem
             assert manifest is not None
             for name, tensor in tensors.items():
                 tensor.copy_(stored[name])

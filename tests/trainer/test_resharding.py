@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
+from dora.core.ids import StepId
 from dora.errors import ConfigError
 from dora.trainer import checkpoint
 from dora.trainer.meeting import Meeting
@@ -234,3 +235,32 @@ def test_what_is_not_a_file_of_another_rank_is_not_opened(of_two: Path, kind: st
 def test_without_a_file_of_another_rank_it_is_incomplete(of_two: Path) -> None:
     (of_two / "rank-1.safetensors").unlink()
     assert "is incomplete" in load(of_two, {"w": torch.zeros(5, 2), "step/w": torch.zeros(())}).skipped[0]
+
+
+def _falls_back(rank: int, parent: Path, damaged: Path, older: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(parent / "store"), 2), rank=rank, world_size=2)
+    tensors = {"w": torch.zeros(2, 3)}
+    loaded = checkpoint.load(storage_in(parent), [damaged, older], tensors=tensors, may_start_over=False)
+    assert (loaded.step, tensors["w"].tolist()) == (1, [[1.0] * 3] * 2)
+    assert loaded.skipped == (() if rank else (f"{rank_file(damaged, 0)} does not match its checksum",))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.deep
+def test_a_damaged_file_of_which_another_rank_verifies_the_checksum_is_not_one_of_another_model(tmp_path: Path) -> None:
+    """A name in its header has changed, and rank 0 alone computes the checksum."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        storage = storage_in(tmp_path)
+        states = [(StepId(step), {"w": torch.full((4, 3), float(step))}) for step in (1, 2)]
+        older, newer = (
+            checkpoint.save(storage, step=step, chain=CHAIN, tensors=state).folder for step, state in states
+        )
+    finally:
+        dist.destroy_process_group()
+    rank_file(newer, 0).write_bytes(rank_file(newer, 0).read_bytes().replace(b'"w"', b'"v"'))
+    multiprocessing.set_forkserver_preload([__name__])
+    mp.start_processes(_falls_back, (tmp_path, newer, older), nprocs=2, start_method="forkserver")
+    assert not newer.exists()
