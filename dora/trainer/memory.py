@@ -17,7 +17,8 @@ from dora.transport.messages import MicroBatch, TrainerSettings
 _GB: Final = 2**30
 #: What torch's CPU allocator raises, as a RuntimeError.
 _CPU_ALLOCATOR: Final = "DefaultCPUAllocator"
-#: Files of a container (cgroup v2): the memory limit of all its processes together, and the memory that they use.
+#: Files of a container (cgroup v2): the memory limit of all its processes together, the memory that they use and the
+#: cache of files that they have read, and what that is made of.
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
@@ -44,13 +45,22 @@ def device_memory(device: torch.device) -> DeviceMemory:
     limit, used = (_read_number(_CGROUP / name) for name in ("memory.max", "memory.current"))
     if limit is None or used is None or limit > host.total:
         return DeviceMemory(host.available, host.total)
-    return DeviceMemory(min(host.available, limit - used), limit)
+    return DeviceMemory(min(host.available, limit - used + _cache_bytes()), limit)
 
 
 def rank_memory(device: torch.device, *, ranks_here: int) -> int:
     """Return the bytes that one rank may use: its GPU, or its share of the memory that is free on this host."""
     found = device_memory(device)
     return found.total if device.type == "cuda" else found.free // ranks_here
+
+
+def _cache_bytes() -> int:
+    """Return the container's cache of files, which the kernel gives up where memory is needed."""
+    try:
+        rows = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        return int(rows["active_file"]) + int(rows["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def _read_number(path: Path) -> int | None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from conftest import VOCAB, Answer, in_history, make_batch, start_job
 
-from dora.trainer.memory import DeviceMemoryError, device_memory, memory_errors
+from dora.trainer import memory
+from dora.trainer.memory import DeviceMemory, DeviceMemoryError, device_memory, memory_errors
 from dora.transport.messages import MicroBatchDone, RankReady, TrainerFailed
 
 STARVED = str(Path(__file__).parent / "starved_rank.py")
@@ -58,3 +59,14 @@ def test_only_errors_of_memory_are_explained():
 def test_memory_of_the_host():
     found = device_memory(CPU)
     assert 0 < found.free <= found.total <= psutil.virtual_memory().total
+
+
+def test_files_that_a_container_has_read_take_no_memory(tmp_path, monkeypatch):
+    host = psutil.virtual_memory()
+    limit = min(2**30, host.available)
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{limit - 2**20}\n")
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    assert device_memory(CPU) == DeviceMemory(2**20, limit)
+    (tmp_path / "memory.stat").write_text(f"anon 5\nactive_file {2**20}\nshmem 7\ninactive_file {2**21}\n")
+    assert device_memory(CPU) == DeviceMemory(2**22, limit)
