@@ -50,7 +50,8 @@ def roles_of(model: Any) -> dict[str, Role]:
 def _role(model: Any, name: str, parameter: Tensor) -> Role:
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    if parameter.dim() < 2 or isinstance(module, nn.Embedding) or leaf.endswith("bias") or leaf == "A_log":
+    is_norm = parameter.dim() < 2 or "Norm" in type(module).__name__  # two dimensions: those of single heads (Cohere)
+    if is_norm or isinstance(module, nn.Embedding) or leaf.endswith("bias") or leaf == "A_log":
         return "undecayed"
     if module is model.get_output_embeddings() or isinstance(module, _ConvNd):
         return "outer"

@@ -95,6 +95,13 @@ def test_norms_biases_and_embeddings_have_no_decay_and_muon_takes_what_is_inside
     assert "outer" not in tied.values()
 
 
+def test_norms_of_single_heads_have_two_dimensions_but_are_no_matrices() -> None:
+    roles = roles_of(make_model("cohere", num_hidden_layers=1, use_qk_norm=True))
+    norms = {name: role for name, role in roles.items() if "norm" in name}
+    assert len(norms) == 4
+    assert set(norms.values()) == {"undecayed"}
+
+
 def test_convolutions_and_state_matrices_are_not_for_muon() -> None:
     found = {name.rpartition("mixer.")[2]: role for name, role in roles_of(make_model("mamba")).items()}
     assert (found["conv1d.weight"], found["A_log"], found["in_proj.weight"]) == ("outer", "undecayed", "hidden")
