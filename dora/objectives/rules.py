@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from dora.objectives.loss_settings import LossSettings, RatioLoss
 from dora.objectives.objective import uses_proximal
 from dora.objectives.settings import ObjectiveConfig
+from dora.objectives.tokens import MAX_LOG_RATIO
 from dora.section import Section
 
 #: Losses whose weight contains k = π/μ already.
@@ -75,6 +77,11 @@ def _mask_problems(objective: ObjectiveConfig, base: ObjectiveConfig) -> Iterato
     if objective.mis == "none":
         for name in _changed(objective, base, ["mis_low", "mis_high"]):
             yield f"objective.{name}: has no effect with objective.mis = none; remove the key"
+    if 0 < objective.veto <= math.exp(-MAX_LOG_RATIO):
+        yield (
+            f"objective.veto: log ratios are cut to ± {MAX_LOG_RATIO:g}, so none is below {objective.veto:g}; "
+            "raise it, or set it to 0"
+        )
     corrects = objective.weight != "none" or objective.mis != "none" or objective.veto > 0 or objective.vcpo
     if not corrects and _changed(objective, base, ["on"]):
         yield "objective.on: has no effect without objective.weight, mis, veto or vcpo; remove the key"
@@ -89,5 +96,7 @@ def _other_problems(objective: ObjectiveConfig, base: ObjectiveConfig, *, update
     elif objective.proximal == "approximate" and not uses_proximal(objective):
         yield f"objective.proximal: has no effect: {objective.loss.kind} as configured does not use π_o; remove the key"
     if not objective.kl_coefficient:
-        for name in _changed(objective, base, ["kl_reference", "kl_estimator"]):
+        for name in _changed(objective, base, ["kl_reference", "kl_revision", "kl_estimator"]):
             yield f"objective.{name}: has no effect with objective.kl_coefficient = 0; remove the key"
+    elif objective.kl_revision and not objective.kl_reference:
+        yield "objective.kl_revision: has no effect without objective.kl_reference; remove the key"

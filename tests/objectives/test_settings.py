@@ -113,6 +113,9 @@ def test_every_loss_is_legal_by_itself(kind: str):
         (["loss.ratio=bypass", "weight_low=0.1"], "objective.weight_low: has no effect with objective.weight = none"),
         (["mis_high=1.1"], "objective.mis_high: has no effect with objective.mis = none"),
         (["weight=none", "on=k"], "objective.on: has no effect without objective.weight, mis, veto or vcpo"),
+        (["kl_revision=main"], "objective.kl_revision: has no effect with objective.kl_coefficient = 0"),
+        (["kl_coefficient=0.1", "kl_revision=main"], "objective.kl_revision: has no effect without objective.kl_ref"),
+        (["veto=1e-9"], "objective.veto: log ratios are cut to ± 20, so none is below 1e-09"),
         (["kl_estimator=k1"], "objective.kl_estimator: has no effect with objective.kl_coefficient = 0"),
         (["turn_rewards=reward_to_go"], "objective.turn_rewards: has no effect without environment.name"),
         (
