@@ -149,7 +149,7 @@ class MicroBatch(Message, frozen=True):
 
 
 class SaveCheckpoint(Message, frozen=True):
-    """Write a checkpoint at the end of the current step, if any. Answered by `CheckpointWritten`."""
+    """Write a checkpoint of the state before the current step. Answered by `CheckpointWritten`."""
 
 
 class DeleteCheckpoint(Message, frozen=True):
