@@ -10,7 +10,6 @@ import asyncio
 import gc
 import os
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
@@ -38,9 +37,11 @@ from dora.app.prepare import Job, Pacing, new_folder, prepare
 from dora.app.saved_status import saved_status
 from dora.app.tracking import tracking
 from dora.config.schema import Config, RewardConfig
+from dora.controller.clock import RunClock
 from dora.controller.effects import Graders
 from dora.controller.loop import Controller, Outcome
 from dora.controller.recorder import Recorder
+from dora.controller.reporters import TICK_S
 from dora.controller.rollouts import RolloutWriter
 from dora.controller.trainer_link import TrainerLink
 from dora.controller.user_requests import UserRequests
@@ -189,10 +190,7 @@ class _Run:
         self._stack = stack
         self._frontend = frontend
         self._streams = streams
-        self._began = time.monotonic() - job.started_at / job.time_scale
-
-    def _now(self) -> float:
-        return (time.monotonic() - self._began) * self._job.time_scale
+        self._now = RunClock(at=job.started_at, scale=job.time_scale, tick_s=TICK_S / job.time_scale)
 
     async def drive(self, engine: InferenceEngine, graders: Graders, episodes: EpisodeInputs | None) -> Outcome:
         """Build the parts, run the controller, and end."""
@@ -298,6 +296,7 @@ class _Run:
         gc.set_threshold(*GC_THRESHOLDS)
         saved = saved_status(folder.status, recorder.snapshot, url=status_url, groups=self._forming)
         async with saved, self._frontend.watch(running):
+            self._now.watch()
             try:
                 outcome = await controller.run(first)
             except DoraError as err:

@@ -58,6 +58,7 @@ class Recorded:
     rollout_only: bool
     files: Mapping[VersionId, Mapping[str, str]]  # of every version, as first published
     chains: Mapping[StepId, str]  # of every trained step
+    configs: Mapping[StepId, str]  # under which each step was first trained, as TOML
     base_chain: str | None  # of version 0; None if it was not published
     held_out: str | None  # digest of the held-out prompts; None if it was not recorded
     saved: Collection[str]  # names of all checkpoint folders ever reported
@@ -68,16 +69,21 @@ class Recorded:
     @property
     def configuration(self) -> Config:
         """The configuration of the latest epoch; ConfigError if this version of DORA cannot read it."""
-        try:
-            return parse(self.config)
-        except (ValueError, RecursionError):
-            raise ConfigError(
-                "--resume: another version of DORA wrote the configuration in the journal; continue the run with that"
-            ) from None
+        return _parse(self.config)
 
     def chain_of(self, version: VersionId) -> str:
         """Return the chain of a version's weights; "" if it is unknown."""
         return (self.chains.get(StepId(version - 1)) if version else self.base_chain) or ""
+
+
+def _parse(config: str) -> Config:
+    """Return a configuration in the journal; ConfigError if this version of DORA cannot read it."""
+    try:
+        return parse(config)
+    except (ValueError, RecursionError):
+        raise ConfigError(
+            "--resume: another version of DORA wrote the configuration in the journal; continue the run with that"
+        ) from None
 
 
 def read_run(folder: RunFolder) -> Recorded:
@@ -88,15 +94,17 @@ def read_run(folder: RunFolder) -> Recorded:
     if found.difference is not None:
         raise RunFailed(f"{folder.root}: the journal cannot be continued: {found.difference}")
     epochs: list[Epoch] = []
-    last_at, end = 0.0, None
+    last_at, end, config = 0.0, None, ""
     files: dict[VersionId, Mapping[str, str]] = {}
     chains: dict[StepId, str] = {}
+    configs: dict[StepId, str] = {}
     saved: set[str] = set()
     evaluated: set[VersionId] = set()
     base_chain = held_out = None
     for record in journal.records():
         if isinstance(record, Epoch):
             epochs.append(record)
+            config = record.config
         if isinstance(record, Note) and record.name == HELD_OUT:
             held_out = str(record.values["digest"])
         if not isinstance(record, Handled):
@@ -108,6 +116,7 @@ def read_run(folder: RunFolder) -> Recorded:
         match event:
             case StepTrained():
                 chains.setdefault(event.step, event.chain)
+                configs.setdefault(event.step, config)
             case VersionPublished():
                 files.setdefault(event.version, event.files)
                 base_chain = event.chain if event.version == 0 else base_chain
@@ -119,10 +128,11 @@ def read_run(folder: RunFolder) -> Recorded:
         state=found.state,
         last_at=last_at,
         next_epoch=max((record.epoch for record in epochs), default=-1) + 1,
-        config=epochs[-1].config if epochs else "",
+        config=config,
         rollout_only=journal.header.rollout_only,
         files=files,
         chains=chains,
+        configs=configs,
         base_chain=base_chain,
         held_out=held_out,
         saved=saved,
@@ -437,13 +447,20 @@ def start_again(folder: RunFolder, state: State) -> Start:
 
 def require_same_history(recorded: Recorded, start: Start, *, settings: bytes, config: Config) -> None:
     """Raise ConfigError if steps must be trained again, but with other settings than the first time."""
-    if start.step < recorded.state.feed.trained and settings != lineage_settings(recorded.configuration):
-        altered = _keys_that_change(lineage_settings, recorded.configuration, config)
-        raise ConfigError(
-            f"--resume: {', '.join(altered)}: cannot change now: steps {start.step + 1} to "
-            f"{recorded.state.feed.trained} must be trained again with the same settings; resume without the "
-            "change, stop with Ctrl-C, which writes a checkpoint, and change it then"
-        )
+    again = range(start.step, recorded.state.feed.trained)
+    for text in dict.fromkeys(recorded.configs[step] for step in map(StepId, again) if step in recorded.configs):
+        if lineage_settings(before := _parse(text)) != settings:
+            altered = _keys_that_change(lineage_settings, before, config)
+            had = [f"{one.key} = {one.before}" for one in changes(before, config) if _is_in(one.key, altered)]
+            raise ConfigError(
+                f"--resume: {', '.join(altered)}: cannot change now: steps {start.step + 1} to {again.stop} must be "
+                f"trained again with the settings that they had ({', '.join(had)}); resume with these, stop with "
+                "Ctrl-C, which writes a checkpoint, and change them then"
+            )
+
+
+def _is_in(key: str, tables: Collection[str]) -> bool:
+    return any(f"{key}.".startswith(f"{table}.") for table in tables)
 
 
 def _clear(folder: RunFolder, recorded: Recorded, *, tell: Callable[[str], None]) -> None:

@@ -55,8 +55,9 @@ class Inbox:
 
     def answer(self, event: Event, commands: list[Command]) -> None:
         """Return the commands for an event to its `ask`, if any."""
-        if id(event) in self._asked:
-            self._asked[id(event)].set_result(commands)
+        answer = self._asked.get(id(event))
+        if answer is not None and not answer.done():  # else its time is up, of which `ask` has not learned yet
+            answer.set_result(commands)
 
     def close(self) -> None:
         """Refuse every `ask` from now on, and those that wait: no event is handled any more."""

@@ -63,7 +63,7 @@ class Lineage:
         if chain != known:
             raise RunFailed(
                 f"step {step + 1} would be trained again on different data (chain {chain}, previously {known}): "
-                "the journal, the token store or the data has changed"
+                "the journal, the token store, the data or a setting has changed"
             )
         self._chains[step] = chain
         return chain

@@ -13,6 +13,7 @@ import msgspec
 
 from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, VersionId
 from dora.core.phases import GroupPhase
+from dora.errors import kind_of
 
 
 class Command(msgspec.Struct, frozen=True, gc=False, tag=True, forbid_unknown_fields=True):
@@ -210,8 +211,11 @@ class DropGroup(Command, frozen=True):
 
     @property
     def why(self) -> str:
-        """The key "outcome: reason", by which groups and their tokens are counted."""
-        return f"{self.outcome.value}: {self.reason}"
+        """The key "outcome: kind of reason", by which groups and their tokens are counted.
+
+        What servers say has numbers, so that in a long run there is no bound on the number of different reasons.
+        """
+        return f"{self.outcome.value}: {kind_of(self.reason)}"
 
 
 class CloseStep(Command, frozen=True):

@@ -20,8 +20,8 @@ _CALLING: Final = TrajectoryPhase.CALLING
 _GRADING: Final = TrajectoryPhase.GRADING
 
 
-def _remove(state: State, group: Group, outcome: GroupPhase, reason: str) -> str:
-    """Remove a group from U without training it; return its key in `Ledger.reasons`."""
+def _remove(state: State, group: Group, outcome: GroupPhase, reason: str) -> None:
+    """Remove a group from U without training it."""
     order = DropGroup(group.id, outcome, reason, group.rewards)
     state.out.append(order)
     state.ledger.move(group, outcome, state.cause)
@@ -29,12 +29,11 @@ def _remove(state: State, group: Group, outcome: GroupPhase, reason: str) -> str
     state.formation.drop(group.deadline)
     state.entry(group.current).groups -= 1
     state.agenda.release = True
-    return order.why
 
 
 def drop(state: State, group: Group, outcome: GroupPhase, reason: str) -> None:
     """Remove a group from U without training it; another one is admitted in its place."""
-    key = _remove(state, group, outcome, reason)
+    _remove(state, group, outcome, reason)
     if state.settings.rules.batched:
         state.block_left += 1
     state.top_ups += 1
@@ -46,8 +45,8 @@ def drop(state: State, group: Group, outcome: GroupPhase, reason: str) -> None:
         fail(
             state,
             f"step {state.formation.step + 1} had to top up {state.top_ups} groups (rollout.max_top_up is "
-            f"{state.settings.max_top_up:g} x {state.settings.groups_per_step}); the last one left as {key}; "
-            f"their siblings' rewards: {rewards}; {_advice(state)}",
+            f"{state.settings.max_top_up:g} x {state.settings.groups_per_step}); the last one left as "
+            f"{outcome.value}: {reason}; their siblings' rewards: {rewards}; {_advice(state)}",
         )
     if not group.ungraded:
         group.let_go()

@@ -279,7 +279,7 @@ class Ledger:
     groups: dict[GroupId, Group] = field(default_factory=dict)
     admitted: int = 0
     counts: dict[GroupPhase, int] = field(default_factory=lambda: dict.fromkeys(GroupPhase, 0))
-    reasons: dict[str, int] = field(default_factory=dict)  #: "outcome: reason" -> number of groups
+    reasons: dict[str, int] = field(default_factory=dict)  #: `DropGroup.why` -> number of groups
 
     def admit(self, group: Group) -> None:
         """Add a group."""

@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 from msgspec import structs
 
+from dora.core import events as ev
 from dora.core.excerpt import RUN, Entry, excerpt
 from dora.core.ids import TrajectoryId
 from dora.core.invariants import check
@@ -26,7 +27,7 @@ from dora.errors import InvariantViolation, ProtocolError
 from dora.journal import audit_calls, audit_fleet, audit_ledger, audit_lineage, audit_visits
 from dora.journal.audit_choices import ChoicesAccount
 from dora.journal.audit_report import AuditReport, Violation, lengths_of
-from dora.journal.audit_tables import OUTCOMES, AuditedVisits, AuditTables, Finding
+from dora.journal.audit_tables import NO_END, OUTCOMES, AuditedVisits, AuditTables, Finding
 from dora.journal.codec import Epoch
 from dora.journal.frames import JournalError
 from dora.journal.reader import Journal
@@ -129,7 +130,8 @@ def audit_entries(
     are replayed): None to leave them out."""
     tables = AuditTables(settings, visits=visits)
     for tables.index, (event, commands) in enumerate(entries):
-        for fact in (event, *commands):
+        is_ignored = tables.end != NO_END and not isinstance(event, ev.CheckpointSaved | ev.ControllerRestarted)
+        for fact in commands if is_ignored else (event, *commands):  # the core takes in nothing after the end
             for handlers in _HANDLERS:
                 if (handler := handlers.get(type(fact))) is not None:
                     handler(tables, fact)

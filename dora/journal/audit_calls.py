@@ -51,7 +51,7 @@ def _on_call_finished(t: AuditTables, event: ev.CallFinished) -> None:
         return
     answer.calling = None
     if answer.num_tokens or not t.settings.own_prompts:  # else it was the call for its prompt
-        answer.turn_reward += event.reward
+        answer.turn_rewards.append(event.reward)
     t.episode_replays += event.replays
     take_count(t, event.trajectory, answer, event.num_tokens)
     if not t.is_wanted(event.trajectory):

@@ -86,9 +86,9 @@ def _on_trajectory_graded(t: AuditTables, event: ev.TrajectoryGraded) -> None:
 
 
 def take_reward(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer, reward: float | None) -> None:
-    """Add the reward of grading to the rewards of the turns; None: the answer gets no reward."""
+    """Add the rewards of the turns to that of grading, in this order; None: the answer gets no reward."""
     answer.graded = True
-    answer.reward = reward if reward is None else answer.turn_reward + reward
+    answer.reward = reward if reward is None else sum(answer.turn_rewards, reward)
     if trajectory < 0:
         t.evaluated[answer.version] += 1
         del t.answers[trajectory]

@@ -58,7 +58,7 @@ class AuditedAnswer:
     finished: bool = False
     grading: int | None = None  #: attempt of the grading under way
     graded: bool = False
-    turn_reward: float = 0.0  #: sum over the turns that have ended
+    turn_rewards: list[float] = field(default_factory=list)  #: of the turns that have ended
     reward: float | None = None
 
 

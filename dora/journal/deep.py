@@ -245,11 +245,13 @@ def altered_rows(
 
 
 def _has(answer: StoredAnswer, kept: KeptTrajectory) -> bool:
+    """Whether an answer is the kept one. That of a dropped group may have got more tokens until its request stopped."""
+    end = len(answer.tokens) if kept.outcome in ("trained", EVALUATION) else len(kept.tokens)
     return (
-        kept.tokens == tuple(answer.tokens)
-        and np.array_equal(np.asarray(kept.logprobs, np.float32), answer.logprobs)
-        and np.array_equal(kept.is_sampled, answer.loss_mask)
-        and kept.forks == answer.forks
+        kept.tokens == tuple(answer.tokens[:end])
+        and np.array_equal(np.asarray(kept.logprobs, np.float32), answer.logprobs[:end])
+        and np.array_equal(kept.is_sampled, answer.loss_mask[:end])
+        and kept.forks == tuple(fork for fork in answer.forks if fork.start < end)
     )
 
 

@@ -28,7 +28,7 @@ class TokenAccount:
 
     sampled: int = 0  #: for training; the sum of the next three
     trained: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)  #: by "outcome: reason"
+    dropped: dict[str, int] = field(default_factory=dict)  #: by `DropGroup.why`
     in_flight: int = 0  #: of groups that are neither trained nor dropped
     evaluation: int = 0  #: sampled for evaluation; in none of the other counts
 

@@ -338,18 +338,18 @@ def is_inside(name: str) -> bool:
 def choose_memory_root(
     folder: Path, *, run_id: str, needed_bytes: int, fallback: Path, group: str | None = None
 ) -> Path:
-    """Return `folder`/dora-<run_id> if it has space for `needed_bytes`, else `fallback`.
+    """Return `folder`/dora-<run_id> if it has space for `needed_bytes`, else `fallback`, the durable root.
 
     The folder is accessible to this user and `group` only. `needed_bytes` covers all versions that may be live at once
-    (K + 4). The files of an earlier start of this run count as free space. Shared memory of containers is often 64 MB,
-    too small for most models.
+    (K + 4). The files of an earlier start of this run count as free space; if they include a version that `fallback`
+    lacks, the folder is used in any case. Shared memory of containers is often 64 MB, too small for most models.
     """
     root = folder / f"dora-{run_id}"
     try:
         root.mkdir(mode=0o700, exist_ok=True)
         foreign.require_folder(root, owners={os.geteuid()})
         held_bytes = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
-        if shutil.disk_usage(root).free + held_bytes >= needed_bytes:
+        if shutil.disk_usage(root).free + held_bytes >= needed_bytes or _held(root) - _held(fallback):
             restrict(root, group=group)
             return root
         if held_bytes == 0:

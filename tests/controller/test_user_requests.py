@@ -13,11 +13,13 @@ import aiohttp
 import pytest
 
 from dora.controller import fleet as fleet_module
+from dora.controller import inbox as inbox_module
+from dora.controller.inbox import Inbox
 from dora.controller.user_requests import UserRequests
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import InstanceId
-from dora.errors import ConfigError
+from dora.errors import ConfigError, RemoteError
 from dora.journal.audit import audit_entries
 from dora.journal.reader import Journal
 from dora.observe.snapshot import Snapshot
@@ -281,3 +283,20 @@ async def test_a_click_on_a_run_that_has_just_ended_changes_nothing_and_says_so(
             assert await post(f"{server.url}/{path}", body) == (409, ev.ENDED)
         assert asked.state.instances[ZERO].is_member
     assert [event.request.by for event in asked.job.watcher.of(ev.StopRequested)][:1] == ["ada (127.0.0.1)"]
+
+
+async def test_a_request_whose_time_is_up_just_as_it_is_answered_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its task learns of the time limit only after the controller, whose turn it was."""
+    monkeypatch.setattr(inbox_module, "ASK_TIMEOUT_S", 0.0)
+    inbox, event = Inbox(), ev.StopRequested(0.0)
+
+    async def answered() -> None:
+        inbox.answer(await inbox.take(), [])
+
+    controller = asyncio.create_task(answered())
+    await asyncio.sleep(0)
+    with pytest.raises(RemoteError, match="the run did not respond"):
+        await inbox.ask(event)
+    await controller

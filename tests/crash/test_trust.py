@@ -20,14 +20,16 @@ from dora.app.inputs import model_digest
 from dora.app.prepare import prepare
 from dora.app.settings import lineage_settings, settings_of
 from dora.app.trust import require_trust
-from dora.config.load import dump, load, state_folder
+from dora.config.load import dump, load, parse, state_folder
 from dora.config.schema import Config
 from dora.controller.lineage import base_chain
 from dora.core.phases import TrajectoryPhase
 from dora.core.tables import Trajectory
 from dora.errors import ConfigError, RunFailed
+from dora.journal.codec import Epoch
 from dora.journal.signature import sign, user_key
 from dora.journal.tokens import TokenWriter
+from dora.journal.writer import JournalWriter
 from dora.tasks.prompts import open_stream
 from dora.weights.store import checksum_of
 from tests.crash.checker import Checker, Expected, records
@@ -313,6 +315,25 @@ def test_steps_that_must_be_trained_again_are_trained_as_they_were(stopped: Stop
     resuming.require_same_history(
         recorded, replace(start, step=trained), settings=lineage_settings(config), config=config
     )
+
+
+def test_steps_from_before_a_change_are_trained_again_with_the_settings_that_they_had(
+    stopped: Stopped, tmp_path: Path
+) -> None:
+    """A later controller had another learning rate; the checkpoint with which that began is damaged."""
+    tree, path, before = stopped.copy(), tmp_path / "journal.msgpack", parse(stopped.recorded.config)
+    after = load(None, [*stopped.world._overrides(), "trainer.learning_rate=0.25"], environ={})
+    path.write_bytes(data_of(tree, "journal.msgpack"))
+    with JournalWriter(path) as journal:
+        journal.append(Epoch(1, stopped.recorded.last_at, dump(after)))
+    write(tree, path.read_bytes(), "journal.msgpack")
+    write(tree, b"", "checkpoints", stopped.checkpoints[-1], "manifest.json")
+    learned = f"trainer.learning_rate = {before.trainer.learning_rate}"
+    says = rf"trained again with the settings that they had \({learned}\); resume with these, stop with Ctrl-C"
+    assert re.search(says, stopped.refusal(reconfigured(tree, "learning_rate", "0.25"), ConfigError))
+    recorded = resuming.read_run(stopped.world.folder)
+    start = resuming.Start((), may_start_over=False, step=recorded.state.feed.trained - 1)
+    resuming.require_same_history(recorded, start, settings=lineage_settings(before), config=before)
 
 
 def test_more_steps_change_the_history_only_under_a_schedule_that_follows_them() -> None:

@@ -120,6 +120,27 @@ def test_an_answer_that_was_stopped_and_queued_has_moved_once_another_instance_c
     assert moved(core) == (1, 1)
 
 
+def test_what_arrives_after_the_end_of_a_run_is_no_part_of_it() -> None:
+    """It was queued as the run failed; the core takes nothing of it in, and the next controller does it again."""
+    core = started(instances=2, slots=2)
+    core.finished(0)
+    assert isinstance(core.tick(2_000.0)[-1], cmd.FailRun)
+    core.graded(0, 1.0)
+    core.finished(1)
+    core.lost(1)
+    core.up(1)
+    core.restarted({0: 1, 1: 1, 2: 0, 3: 0})
+    core.ready()
+    core.incarnations[1] = 1
+    for instance in (0, 1):
+        core.up(instance, slots=2)
+        core.pushed(instance, 0)
+    assert core.graded(0, 1.0) == []
+    core.lost(1, {2: 0, 3: 0})
+    assert {t.instance.id for t in core.state.trajectories.values() if t.instance is not None} == {0}
+    assert audit_entries(core.state.settings, core.journal).violations == ()
+
+
 def test_lengths_trained_are_those_generated_minus_the_dropped_ones(world: World) -> None:
     lengths = audit_entries(world.settings, world.journal).lengths
     assert lengths["trained"].count == len(world.trained_lengths)

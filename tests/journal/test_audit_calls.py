@@ -6,6 +6,7 @@ import pytest
 
 from dora.core import commands as cmd
 from dora.core import events as ev
+from dora.core.ids import TrajectoryId
 from dora.journal.audit import audit_entries
 from dora.journal.audit_report import render
 from tests.core.builders import Core, started
@@ -45,6 +46,20 @@ def test_a_job_with_calls_is_clean_and_its_failed_environments_are_counted(world
     assert report.ok, report.violations
     assert report.environment_failed == len(failed) > 0
     assert f"environments {len(failed)} trajectories failed" in render(report)
+
+
+def test_the_rewards_of_turns_are_added_in_the_order_in_which_the_core_adds_them() -> None:
+    """0.1 + 0.2 + 0.3 is not 0.2 + 0.3 + 0.1."""
+    core = started(groups_per_step=1, group_size=2)
+    for t in (0, 1):
+        for tokens, reward in ((1, 0.2), (3, 0.3)):
+            core.called(t, tokens=tokens)
+            attempt = core.attempts[cmd.CallEnvironment, t]
+            core.tell(ev.CallFinished(0.0, TrajectoryId(t), attempt, tokens + 1, ended=tokens > 1, reward=reward))
+        core.graded(t, 0.1)
+    [dropped] = core.of(cmd.DropGroup)
+    assert dropped.outcome.value == "filtered"
+    assert audit_entries(core.state.settings, core.journal).violations == ()
 
 
 def test_a_call_made_twice_is_named(world: World, entries: Entries) -> None:

@@ -378,6 +378,19 @@ def test_a_line_that_is_not_what_was_recorded_is_named(tmp_path: Path, change: d
     assert "line 4: trajectory 2 is there a second time" in found
 
 
+@pytest.mark.parametrize(("outcome", "problems"), [("discarded: over-sampled", 0), ("trained", 1)])
+def test_an_answer_of_a_dropped_group_may_have_got_more_tokens_after_it_was_kept(
+    tmp_path: Path, outcome: str, problems: int
+) -> None:
+    """Its request was running as its group was dropped, and stopped later."""
+    whole, path = kept(0, version=0, sampled_by=0), tmp_path / "trajectories.jsonl"
+    early = {"outcome": outcome, "tokens": whole.tokens[:8], "logprobs": whole.logprobs[:8]}
+    for change, more in ((early, 0), (early | {"tokens": (whole.tokens[0] + 1, *whole.tokens[1:8])}, 1 - problems)):
+        path.write_bytes(encode_kept(msgspec.structs.replace(whole, **change)))
+        found = [*altered_rows(path, stored_as([whole]), tags={whole.group: 0}, group_size=2, evaluated=())]
+        assert len(found) == problems + more
+
+
 OF_EVALUATION: dict[str, dict[str, object]] = {
     "another version": {"version": 2},
     "another log-prob": {"logprobs": (-9.0,) * 20},

@@ -138,8 +138,9 @@ A row of kind `step` also has, since the previous row:
   to 1; only mixed groups have an advantage to learn from. These are absent if no group was graded.
 
 Since the start, across resumes: `tokens`, the account of sampled tokens, in which `sampled = trained + the sum of
-dropped + in_flight`, exactly; `dropped` is by outcome and reason, and tokens of `evaluation` are counted separately. A
-row of kind `evaluation` has `is_accuracy`: every reward was 0 or 1, so that `mean` is a share of right answers.
+dropped + in_flight`, exactly; `dropped` is by outcome and kind of reason, and tokens of `evaluation` are counted
+separately. A row of kind `evaluation` has `is_accuracy`: every reward was 0 or 1, so that `mean` is a share of right
+answers.
 
 What each rank and instance did at any time is in `spans.jsonl` of the run folder, and added up by bucket of time in
 `timeline.jsonl`, for pictures; `dora/journal/spans.py` describes and reads both. Spans of a rank or instance neither

@@ -355,6 +355,16 @@ def test_a_resumed_run_finds_its_memory_root_again(tmp_path: Path) -> None:
     assert VersionStore(memory_root=root, durable_root=tmp_path / "disk").live() == [6]
 
 
+def test_a_resumed_run_takes_up_what_is_only_in_memory_even_if_others_have_filled_that(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    root = choose_memory_root(tmp_path, run_id="r1", needed_bytes=1, fallback=disk)
+    store = VersionStore(memory_root=root, durable_root=disk)
+    publish(store, 6)
+    assert choose_memory_root(tmp_path, run_id="r1", needed_bytes=2**62, fallback=disk) == root
+    store.copy_durable(VersionId(6))
+    assert choose_memory_root(tmp_path, run_id="r1", needed_bytes=2**62, fallback=disk) == disk
+
+
 def test_memory_held_by_the_same_run_counts_as_free(tmp_path: Path) -> None:
     root = choose_memory_root(tmp_path, run_id="r1", needed_bytes=1, fallback=tmp_path / "disk")
     with (root / "sparse").open("wb") as held:
