@@ -293,10 +293,12 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):  # type: ignore[misc]
             return await _error(request, _LOST, why)
         if len(body) > MAX_MESSAGE:
             return await _error(request, _TOO_LARGE, "too large")
-        if response.status_code == 404 and "mcp-session-id" in request.headers:
+        code = _error_code(bytes(body)) if response.status_code >= 400 else 0
+        is_unknown = response.status_code == 404 or (response.status_code == 400 and code == types.CONNECTION_CLOSED)
+        if is_unknown and "mcp-session-id" in request.headers:  # servers answer in either way
             self._on_lost("has forgotten its session")
             return await _error(request, _LOST, "has forgotten its session")
-        if response.status_code >= 400 and not _is_error(bytes(body)):
+        if code is None:
             return await _error(request, _LOST, f"answered with HTTP status {response.status_code}")
         return httpx2.Response(response.status_code, headers=response.headers, content=bytes(body), request=request)
 
@@ -310,10 +312,12 @@ async def _error(request: Any, code: int, message: str) -> Any:
     return httpx2.Response(200, json=error, request=request)
 
 
-def _is_error(body: bytes) -> bool:
+def _error_code(body: bytes) -> int | None:
+    """Return the code of an error; None if the body is no message of one."""
     with suppress(ValueError, RecursionError):
-        return isinstance(types.jsonrpc_message_adapter.validate_json(body), types.JSONRPCError)
-    return False
+        told = types.jsonrpc_message_adapter.validate_json(body)
+        return int(told.error.code) if isinstance(told, types.JSONRPCError) else None
+    return None
 
 
 async def _line(stream: asyncio.StreamReader) -> bytes:

@@ -33,7 +33,7 @@ TOOLS = [
     *(tool(name) for name in ("meet", "fail", "refuse", "image", "huge", "die", "hang", "variables", "pid", "stop")),
     *(tool(name) for name in ("busy", "half")),
     tool("keep", "Keep a word.", word=TEXT),
-    *(tool(name) for name in ("status", "stream_huge", "stream_die")),
+    *(tool(name) for name in ("status", "forget", "stream_huge", "stream_die")),
 ]
 
 
@@ -127,6 +127,10 @@ class Handler(BaseHTTPRequestHandler):
         name = asked.get("params", {}).get("name", "")
         if asked["method"] == "tools/call" and name == "status":
             return self.reply(503, b"<p>later</p>", "text/html")
+        if name == "forget":
+            error = {"code": -32000, "message": "Bad Request: No valid session ID provided"}
+            said = {"jsonrpc": "2.0", "id": asked["id"], "error": error}
+            return self.reply(400, json.dumps(said).encode(), "application/json")
         said = answer(asked)
         if said is None:
             return self.reply(202, b"", "application/json")

@@ -77,7 +77,7 @@ async def test_tools_are_in_the_first_prompt_with_the_schemas_of_the_server():
     async with pool() as hosts:
         reset = await begin(hosts)
         assert reset.messages == [{"role": "user", "content": "p"}]
-        assert len(reset.tools) == 18  # of two pages
+        assert len(reset.tools) == 19  # of two pages
         schema = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
         about = {"name": "echo", "description": "Say it again.", "parameters": schema}
         assert reset.tools[0] == {"type": "function", "function": about}
@@ -289,6 +289,11 @@ async def test_answers_at_a_port_that_are_lost_fail_the_episode(url):
             await begin(hosts, episode)
         assert await one(hosts, "status", 1) == EnvironmentFailed(
             "host", "environment.mcp.0 was lost in a call of status: answered with HTTP status 503"
+        )
+        assert await one(hosts, "echo", 2, text="a") == "a"
+        await begin(hosts, 1)
+        assert await one(hosts, "forget", 1) == EnvironmentFailed(
+            "host", "environment.mcp.0 was lost in a call of forget: has forgotten its session"
         )
         assert await one(hosts, "echo", 2, text="a") == "a"
         assert (await one(hosts, "stream_die", 2)).cause == "host"
