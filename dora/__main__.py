@@ -13,6 +13,7 @@ _INTERRUPTED = 130
 def main() -> None:
     """Run the command line."""
     try:
+        _open_streams()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # dora.jobs starts commands with it blocked
         if sys.argv[1:2] == ["--complete"]:  # at every Tab in a shell: nothing else is imported
             from dora.completion.complete import main as complete
@@ -28,6 +29,15 @@ def main() -> None:
         if ending.code == _INTERRUPTED:
             _end()
         raise
+
+
+def _open_streams() -> None:
+    """Open what the caller has closed of the standard streams as /dev/null; other files would get their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            file = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(file, True)
+            setattr(sys, name, os.fdopen(file, mode))
 
 
 def _end() -> None:

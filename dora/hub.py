@@ -2,7 +2,8 @@
 HF_HUB_OFFLINE apply.
 
 Invariant: a branch or tag is resolved to a commit once. What is at a commit never changes, so what the cache has of it
-is used without asking. The first question ends within ANSWER_S, whatever the network does.
+is used without asking, if the list of its files is there too. The first question ends within ANSWER_S, whatever the
+network does.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Hub:
         return replace(found, repo=replace(found.repo, field=repo.field))
 
     def _open(self, repo: Repo) -> Checkout:
-        found = _kept(repo) if repo.is_pinned or _is_offline() else None
+        found = _kept(repo, is_listed=not _is_offline()) if repo.is_pinned or _is_offline() else None
         if found is not None:
             return found
         if _is_offline():
@@ -198,14 +199,17 @@ def _snapshot_download(repo: Repo, patterns: Sequence[str], **options: Any) -> s
     return folder
 
 
-def _kept(repo: Repo) -> Checkout | None:
-    """Return a repository from the cache, without asking; None if nothing of this revision is there."""
+def _kept(repo: Repo, *, is_listed: bool = False) -> Checkout | None:
+    """Return a repository from the cache, without asking; None if nothing of this revision is there, or with
+    `is_listed` no list of its files."""
     package = _huggingface_hub()
     try:
         folder = Path(_snapshot_download(repo, [], local_files_only=True))
         files = package.get_cached_repo_tree(repo.id, repo_type=repo.kind, revision=folder.name)
         sizes = {file.path: file.size for file in files}
-    except package.errors.CachedRepoTreeNotFoundError:  # an older release of huggingface_hub downloaded it
+    except package.errors.CachedRepoTreeNotFoundError:  # another program, or an older release, downloaded some of it
+        if is_listed:
+            return None
         paths = [path for path in folder.rglob("*") if path.is_file()]
         sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
     except (ValueError, OSError):

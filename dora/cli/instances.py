@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dora.cli.output import say
-from dora.config.load import load
+from dora.config.load import load, read_secret
 from dora.errors import ConfigError, one_line
 from dora.observe.snapshot import InstanceRow
 from dora.status.client import ask, fetch
@@ -57,11 +57,9 @@ def _user() -> str:
 
 def _token(file: Path | None) -> str:
     if file is not None:
-        try:
-            return file.read_text(encoding="utf-8").strip()
-        except OSError as err:
-            raise ConfigError(f"--token-file: {file} cannot be read ({err.strerror})") from err
-    token = load(None, environ=os.environ).status.token
+        token = read_secret("DORA_STATUS_TOKEN", {"DORA_STATUS_TOKEN_FILE": str(file)})
+    else:
+        token = load(None, environ=os.environ).status.token
     if token is None:
         raise ConfigError("the run's token is needed: give --token-file RUN_FOLDER/status-token, or DORA_STATUS_TOKEN")
     return token

@@ -265,7 +265,7 @@ def kill_group(leader: int) -> None:
 
 def _number(text: Any) -> float | None:
     """Return a finite number that is written there, if any."""
-    with suppress(ValueError, TypeError):
+    with suppress(ValueError, TypeError, OverflowError):
         return reward if math.isfinite(reward := float(text)) else None
     return None
 

@@ -253,7 +253,7 @@ class Episode:
         for row, branch in enumerate(self._branches):
             same = _common_prefix([_key(message) for message in branch.messages], keys)
             for turn in branch.turns:
-                if turn.num_messages < same < len(keys):
+                if turn.num_messages < same:
                     yield turn.num_messages + 1, row, turn
                 elif turn.num_messages == same == len(keys):
                     yield turn.num_messages, row, turn

@@ -5,8 +5,8 @@ used again once it is lost: when the process has ended, the server cannot be rea
 left UNANSWERED calls in a row without an answer.
 
 Invariant: a call is sent at most once. Nothing that a server sends is trusted: a message takes at most MAX_MESSAGE
-bytes, and a longer answer is an error of that call alone; a list has at most MAX_TOOLS tools. A process ends with its
-connection, with its whole process group.
+bytes, and a longer answer, or one that cannot be read, is an error of that call alone; a list has at most MAX_TOOLS
+tools. A process ends with its connection, with its whole process group.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ GRACE_S: Final = 2.0
 _PLAIN: Final = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER")
 #: Codes of errors made here, in the range of implementations: the answer is lost; it is too large.
 _LOST, _TOO_LARGE = -32_098, -32_097
-#: The id of an answer that was not kept, at its beginning or its end.
-_HEAD, _TAIL = re.compile(rb'\s*\{"jsonrpc": ?"2\.0", ?"id": ?(\d+)[,}]'), re.compile(rb'[,{] ?"id": ?(\d+)\}\s*$')
+#: How the SDK's own errors begin that have CONNECTION_CLOSED, which is a code that servers use for any error.
+_CLOSED: Final = ("Connection closed", "SSE stream ")
+#: The id of an answer that is not read, at its beginning, or at its end if it begins with what it is.
+_HEAD: Final = re.compile(rb'\s*\{"jsonrpc": ?"2\.0", ?"id": ?(\d+)(?:\}|, ?"(?:result|error)")')
+_IS_ANSWER, _TAIL = re.compile(rb'\s*\{"(?:result|error)"'), re.compile(rb', ?"id": ?(\d+)\}\s*$')
 _EDGE: Final = 256
 
 _LOSSES = itertools.count(1)
@@ -88,6 +91,7 @@ class Connection:
         self._ready, self._over = asyncio.Event(), asyncio.Event()  # `_over`: closed, or lost
         self._task: asyncio.Task[None] | None = None
         self._num_unanswered = 0
+        self._left: set[asyncio.Task[Any]] = set()  # calls that nobody waits for
 
     async def open(self, *, timeout_s: float) -> list[Any]:
         """Connect, and return the server's tools. ServerFailed if that fails or takes longer than `timeout_s`."""
@@ -106,9 +110,11 @@ class Connection:
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
         """Return the result as text, which begins with "error: " if it is one. EnvironmentLost if it is unknown whether
         the server has acted."""
+        calling = asyncio.create_task(self._session.call_tool(tool, dict(arguments)), name=f"call of {tool}")
         try:
-            result = await self._session.call_tool(tool, dict(arguments))
+            result = await asyncio.shield(calling)
         except asyncio.CancelledError:
+            self._leave(calling)
             self._num_unanswered += 1
             if self._num_unanswered >= UNANSWERED:
                 self._lose(f"has not answered {UNANSWERED} calls in a row")
@@ -116,7 +122,7 @@ class Connection:
         except MCPError as err:
             if err.code == _TOO_LARGE or "byte limit" in err.message:  # the latter is a streamed answer
                 return f"error: the result has more than {MAX_MESSAGE >> 20} MiB"
-            if err.code in (_LOST, types.CONNECTION_CLOSED):
+            if err.code == _LOST or (err.code == types.CONNECTION_CLOSED and err.message.startswith(_CLOSED)):
                 raise self._lost_call(tool, err.message) from None
             self._answered()
             return f"error: {err.message}"
@@ -145,6 +151,12 @@ class Connection:
             self._lose(_reason(err))
         finally:
             self._lose("closed")
+
+    def _leave(self, calling: asyncio.Task[Any]) -> None:
+        """Cancel a call, and do not wait: the SDK still tells the server, which may not read for seconds."""
+        self._left.add(calling)
+        calling.add_done_callback(self._left.discard)
+        calling.cancel()
 
     def _lose(self, why: str) -> None:
         if not self.lost:
@@ -181,7 +193,7 @@ class Connection:
         to_session, from_server = anyio.create_memory_object_stream[Any](0)
         from_session, to_server = anyio.create_memory_object_stream[Any](0)[::-1]
         reading = asyncio.create_task(self._read(process, to_session), name=f"output of {self._name}")
-        writing = asyncio.create_task(_write(process.stdin, from_session), name=f"input of {self._name}")
+        writing = asyncio.create_task(self._write(process, from_session), name=f"input of {self._name}")
         try:
             yield from_server, to_server
         finally:
@@ -214,6 +226,21 @@ class Connection:
             code = process.returncode
             how = "closed its output" if code is None else f"ended with signal {-code}" if code < 0 else ""
             self._lose(how or f"ended with exit code {code}")
+
+    async def _write(self, process: asyncio.subprocess.Process, from_session: Any) -> None:
+        """Pass on what is said to the process."""
+        assert process.stdin is not None
+        async with from_session:
+            try:
+                async for message in from_session:
+                    line = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+                    process.stdin.write(line.encode() + b"\n")
+                    await process.stdin.drain()
+            except ConnectionError:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), GRACE_S)
+                if process.returncode is None:  # otherwise `_read` says how it ended
+                    self._lose("closed its input")
 
     def _http(self) -> Any:
         """Return the transport to `url`."""
@@ -266,10 +293,12 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):  # type: ignore[misc]
             return await _error(request, _LOST, why)
         if len(body) > MAX_MESSAGE:
             return await _error(request, _TOO_LARGE, "too large")
-        if response.status_code == 404 and "mcp-session-id" in request.headers:
+        code = _error_code(bytes(body)) if response.status_code >= 400 else 0
+        is_unknown = response.status_code == 404 or (response.status_code == 400 and code == types.CONNECTION_CLOSED)
+        if is_unknown and "mcp-session-id" in request.headers:  # servers answer in either way
             self._on_lost("has forgotten its session")
             return await _error(request, _LOST, "has forgotten its session")
-        if response.status_code >= 400 and not _is_error(bytes(body)):
+        if code is None:
             return await _error(request, _LOST, f"answered with HTTP status {response.status_code}")
         return httpx2.Response(response.status_code, headers=response.headers, content=bytes(body), request=request)
 
@@ -283,18 +312,12 @@ async def _error(request: Any, code: int, message: str) -> Any:
     return httpx2.Response(200, json=error, request=request)
 
 
-def _is_error(body: bytes) -> bool:
+def _error_code(body: bytes) -> int | None:
+    """Return the code of an error; None if the body is no message of one."""
     with suppress(ValueError, RecursionError):
-        return isinstance(types.jsonrpc_message_adapter.validate_json(body), types.JSONRPCError)
-    return False
-
-
-async def _write(stdin: asyncio.StreamWriter, from_session: Any) -> None:
-    async with from_session:
-        with suppress(ConnectionError):  # the process has ended, which `_read` says
-            async for message in from_session:
-                stdin.write(message.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
-                await stdin.drain()
+        told = types.jsonrpc_message_adapter.validate_json(body)
+        return int(told.error.code) if isinstance(told, types.JSONRPCError) else None
+    return None
 
 
 async def _line(stream: asyncio.StreamReader) -> bytes:
@@ -316,17 +339,24 @@ async def _line(stream: asyncio.StreamReader) -> bytes:
             return err.partial
         except asyncio.LimitOverrunError as err:
             tail = (await stream.readexactly(err.consumed))[-_EDGE:]
-    found = _HEAD.match(head) or _TAIL.search(tail)
-    if found is None:
-        return b"a message that is too long, and of which the id is not known\n"
-    error = {"jsonrpc": "2.0", "id": int(found[1]), "error": {"code": _TOO_LARGE, "message": "too large"}}
-    return json.dumps(error).encode()
+    unknown = b"a message that is too long, and of which the id is not known\n"
+    return _instead(head, tail, _TOO_LARGE, "too large") or unknown
+
+
+def _instead(head: bytes, tail: bytes, code: int, message: str) -> bytes:
+    """Return an error in place of the answer that begins and ends so; b"" if its id is not known."""
+    found = _HEAD.match(head) or (_IS_ANSWER.match(head) and _TAIL.search(tail))
+    error = {"code": code, "message": message}
+    return json.dumps({"jsonrpc": "2.0", "id": int(found[1]), "error": error}).encode() if found else b""
 
 
 def _message(line: bytes) -> Any:
-    """Return a line as a message; None if it is none, as lines that a program prints by mistake."""
+    """Return a line as a message; an error for an answer that cannot be read; None if it is none, as lines that a
+    program prints by mistake."""
     with suppress(ValueError, RecursionError):
         return SessionMessage(types.jsonrpc_message_adapter.validate_json(line, by_name=False))
+    if error := _instead(line[:_EDGE], line[-_EDGE:], types.PARSE_ERROR, "the answer cannot be read"):
+        return SessionMessage(types.jsonrpc_message_adapter.validate_json(error, by_name=False))
     return None
 
 

@@ -332,7 +332,7 @@ class SessionServer:
     async def _generate_for_one(self, request: web.Request) -> web.StreamResponse:
         """Answer a request of the session that it names as its model."""
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not secrets.compare_digest(given.encode(), self._key.encode()):
+        if not secrets.compare_digest(given.encode(errors="surrogateescape"), self._key.encode()):
             raise ChatRefused("this is not the key of all sessions", status=401)
         model = read_generate(await request.read()).model
         session = next((session for session in self._sessions.values() if session.model == model), None)

@@ -43,7 +43,7 @@ def main() -> None:
             http_timeout_s=_HTTP_SHARE * setup["timeout_s"],
         )
     except ConfigError as err:
-        _write(replies, {"config_error": str(err)})
+        _write(replies, {"config_error": _text(str(err))})
         return
     _write(replies, {})
     own = os.getpid()
@@ -59,9 +59,14 @@ def _grade(scorer: Callable[[GradeRequest], Terms], request: GradeRequest) -> di
         terms = scorer(request)
         return {"reward": total(terms), "terms": terms}
     except RewardFailed as err:
-        return {"error": str(err)}
+        return {"error": _text(str(err))}
     except Exception as err:  # noqa: BLE001  the sum may overflow or be undefined
-        return {"error": f"{type(err).__name__}: {err}"}
+        return {"error": _text(f"{type(err).__name__}: {err}")}
+
+
+def _text(message: str) -> str:
+    """Return a message; a lone surrogate, which has no UTF-8, becomes a question mark."""
+    return message.encode(errors="replace").decode()
 
 
 def _read(pipe: BinaryIO) -> Any | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import assert_one_clear_error, run_to_end, settings
+from tests.e2e.runs import assert_one_clear_error, command, environment, run_to_end, settings
 
 
 @pytest.fixture
@@ -143,6 +144,23 @@ def test_a_status_address_where_nobody_listens_is_one_line(taken_port: int) -> N
     result = run_to_end("status", f"http://127.0.0.1:{taken_port - 1}")
     assert result.returncode in (1, 2)
     assert_one_clear_error(result, code=result.returncode, says=str(taken_port - 1))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", None])
+def test_a_file_without_a_token_is_one_line(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_bytes(content)
+    result = run_to_end("instances", "http://127.0.0.1:9", "drain", "0", "--token-file", str(file))
+    assert_one_clear_error(result, code=2, says=f"{file} cannot be read" if content != b"" else "token is needed")
+
+
+@pytest.mark.parametrize(("closed", "is_told"), [("<&- >&-", True), ("<&- >&- 2>&-", False)])
+def test_a_command_whose_streams_are_closed_ends_as_any_other(closed: str, is_told: bool) -> None:
+    words = ["sh", "-c", f'exec "$@" {closed}', "sh", *command("run", "--set", "run.steps=many")]
+    result = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr == 'dora: --set run.steps=many: run.steps: got "many", expected an integer\n' * is_told
 
 
 def test_ways_of_running_exclude_each_other(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@
 | `rewarding` | gives its session a reward, and waits |
 | `children` | starts a process that would outlive it, whose PID is in the file that the row names |
 | `leaving` | asks, starts a process that keeps its output open, and ends; its PID is in the file that the row names |
-| `warm` | serves every episode as `echo`, but one whose row has `error`, and ends at one that has `end` |
+| `warm` | serves every episode as `echo`, but one whose row has `error` or `reward`, and ends at one that has `end` |
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def serve() -> None:
 
 def echo(order: dict) -> None:
     answer = ask(order["base_url"], order["api_key"], [{"role": "user", "content": order["row"]["prompt"]}])
-    said = {"error": order["row"]["error"]} if "error" in order["row"] else {"reward": len(answer["content"])}
+    said = {name: order["row"][name] for name in ("error", "reward") if name in order["row"]}
+    said = said or {"reward": len(answer["content"])}
     sys.stdout.write(json.dumps({"episode": order["episode"], **said}) + "\n")
     sys.stdout.flush()
 

@@ -1,4 +1,5 @@
 """A small MCP server without any package, for the tests: `python mcp_server.py`, or with `--http` at a port it prints.
+With `--deaf` it reads nothing any more after its tools were asked for.
 
 Lines of JSON-RPC on stdin and stdout, or POST of one message, which is answered with JSON, by the tools `stream_...`
 with events. It knows the handshake of 2025-06-18 alone. Each call is answered by a thread of its own.
@@ -30,8 +31,9 @@ TOOLS = [
     tool("echo", "Say it again.", text=TEXT),
     tool("owner", "Say who asks.", text=TEXT, owner=TEXT),
     *(tool(name) for name in ("meet", "fail", "refuse", "image", "huge", "die", "hang", "variables", "pid", "stop")),
+    *(tool(name) for name in ("busy", "half")),
     tool("keep", "Keep a word.", word=TEXT),
-    *(tool(name) for name in ("status", "stream_huge", "stream_die")),
+    *(tool(name) for name in ("status", "forget", "stream_huge", "stream_die")),
 ]
 
 
@@ -52,6 +54,10 @@ def call(name, arguments):
             return say("no such page", isError=True)
         case "refuse":
             return {"error": {"code": -32602, "message": "not with these arguments"}}
+        case "busy":
+            return {"error": {"code": -32000, "message": "busy, ask later"}}
+        case "half":
+            return say("half a smile: \ud83d")
         case "image":
             picture = {"type": "image", "data": "AAAA", "mimeType": "image/png"}
             page = {"type": "resource", "resource": {"uri": "file:///a", "text": "a page"}}
@@ -121,6 +127,10 @@ class Handler(BaseHTTPRequestHandler):
         name = asked.get("params", {}).get("name", "")
         if asked["method"] == "tools/call" and name == "status":
             return self.reply(503, b"<p>later</p>", "text/html")
+        if name == "forget":
+            error = {"code": -32000, "message": "Bad Request: No valid session ID provided"}
+            said = {"jsonrpc": "2.0", "id": asked["id"], "error": error}
+            return self.reply(400, json.dumps(said).encode(), "application/json")
         said = answer(asked)
         if said is None:
             return self.reply(202, b"", "application/json")
@@ -155,3 +165,6 @@ if __name__ == "__main__":
     sys.stdout.flush()
     for line in sys.stdin:
         threading.Thread(target=answer_line, args=(json.loads(line),), daemon=True).start()
+        if "--deaf" in sys.argv and '"cursor"' in line:
+            os.close(0)
+            threading.Event().wait()

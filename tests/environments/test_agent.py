@@ -134,6 +134,15 @@ async def test_a_warm_program_serves_many_episodes_and_is_replaced_when_it_ends(
         await agent.close()
 
 
+async def test_a_warm_program_may_print_a_number_that_is_too_large() -> None:
+    for row, reward in ((ROW | {"reward": 10**400}, None), (ROW, 1.0)):
+        agent = program("warm", warm=True)
+        await agent.reset(row)
+        async with asyncio.timeout(20):
+            assert await agent.step(Turn("4")) == End(reward)
+        await agent.close()
+
+
 async def test_a_warm_program_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
     command = tmp_path / "program"
     early, later = (Agent([str(command), SCRIPT, "warm"], warm=True) for _ in range(2))

@@ -237,6 +237,18 @@ def test_going_back_continues_the_sampled_tokens_themselves(chat):
     assert chat.episode.rows()[1].mask[: len(prompt) + len(chat.said[0])].count(1) == 0
 
 
+def test_going_back_to_the_beginning_of_an_observation_continues_the_sampled_tokens_too(chat):
+    prompt = chat.episode.context()
+    chat.say(CALL)
+    first = [*chat.episode.messages, *result("7")]
+    chat.episode.observe([*result("7"), {"role": "user", "content": "hurry"}])
+    chat.say("it is 6<|im_end|>")
+    chat.episode.rewrite(first)
+    assert chat.episode.fork_causes == ["branched"]
+    assert chat.episode.context()[: len(prompt) + len(chat.said[0])] == [*prompt, *chat.said[0]]
+    assert chat.text(chat.episode.context()).endswith("\n7\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+
+
 def test_a_turn_may_be_sampled_again(chat):
     chat.say(CALL)
     chat.episode.observe(result("7"))

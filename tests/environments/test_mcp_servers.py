@@ -14,10 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
+from mcp.shared import jsonrpc_dispatcher
 
 from dora.config.load import load
 from dora.config.schema import EnvironmentConfig
 from dora.environments.api import Observation, Reset, ToolCall, Turn
+from dora.environments.mcp_connection import Connection, Losses
 from dora.environments.pool import EnvironmentPool
 from dora.environments.replies import EnvironmentFailed
 from dora.errors import ConfigError, RunFailed
@@ -75,7 +77,7 @@ async def test_tools_are_in_the_first_prompt_with_the_schemas_of_the_server():
     async with pool() as hosts:
         reset = await begin(hosts)
         assert reset.messages == [{"role": "user", "content": "p"}]
-        assert len(reset.tools) == 16  # of two pages
+        assert len(reset.tools) == 19  # of two pages
         schema = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
         about = {"name": "echo", "description": "Say it again.", "parameters": schema}
         assert reset.tools[0] == {"type": "function", "function": about}
@@ -96,8 +98,18 @@ async def test_errors_and_what_is_no_text_are_told_to_the_model():
         assert await one(hosts, "fail") == "error: no such page"
         assert await one(hosts, "refuse") == "error: not with these arguments"
         assert await one(hosts, "image") == "look:\n[image left out]\na page"
-        assert (await one(hosts, "nothing")).startswith("error: there is no tool 'nothing'; there are die, echo, ")
+        assert (await one(hosts, "nothing")).startswith("error: there is no tool 'nothing'; there are busy, die, ")
         assert await one(hosts, "echo", text="y" * 200) == "y" * 100 + "\n[output cut: 200 bytes, 100 kept]"
+
+
+async def test_any_code_of_an_error_and_an_answer_that_cannot_be_read_are_told_to_the_model():
+    async with pool(call_timeout_s=10.0) as hosts:
+        await begin(hosts)
+        assert await turn(hosts, ("busy", {}), ("half", {}), ("echo", {"text": "a"})) == [
+            "error: busy, ask later",
+            "error: the answer cannot be read",
+            "a",
+        ]
 
 
 async def test_a_result_that_is_too_large_is_an_error_of_its_call_alone(url):
@@ -245,12 +257,43 @@ async def test_a_server_that_answers_none_of_eight_calls_is_replaced():
         assert int(await one(hosts, "pid", episode)) != frozen
 
 
+async def test_a_server_that_has_closed_its_input_is_lost_and_started_again():
+    async with pool({"command": [*SERVER, "--deaf"]}, call_timeout_s=20.0) as hosts:
+        await begin(hosts)
+        lost = EnvironmentFailed("host", "environment.mcp.0 was lost in a call of pid: closed its input")
+        assert await one(hosts, "pid") == lost
+        await begin(hosts)
+
+
+async def test_a_call_to_a_server_that_reads_nothing_ends_when_it_should(monkeypatch):
+    monkeypatch.setattr(jsonrpc_dispatcher, "_ABANDON_WRITE_TIMEOUT", 30.0)
+    settings = {"command": SERVER, "url": "", "token": "", "variables": []}
+    connection = Connection(settings, name="small", losses=Losses())
+    await connection.open(timeout_s=20.0)
+    stopped = psutil.Process(int(await connection.call("pid", {})))
+    os.kill(stopped.pid, signal.SIGSTOP)
+    calls = [asyncio.create_task(connection.call("echo", {"text": "a" * 300_000})) for _ in range(2)]
+    await asyncio.wait(calls, timeout=0.2)
+    for call in calls:
+        call.cancel()
+    ended, _ = await asyncio.wait(calls, timeout=10.0)
+    connection._lose("stopped")
+    await connection.close()
+    until_gone(stopped.pid)
+    assert {call for call in ended if call.cancelled()} == {*calls}
+
+
 async def test_answers_at_a_port_that_are_lost_fail_the_episode(url):
     async with pool({"url": url, "token": "WANTED_TOKEN"}, call_timeout_s=10.0) as hosts:
         for episode in (1, 2):
             await begin(hosts, episode)
         assert await one(hosts, "status", 1) == EnvironmentFailed(
             "host", "environment.mcp.0 was lost in a call of status: answered with HTTP status 503"
+        )
+        assert await one(hosts, "echo", 2, text="a") == "a"
+        await begin(hosts, 1)
+        assert await one(hosts, "forget", 1) == EnvironmentFailed(
+            "host", "environment.mcp.0 was lost in a call of forget: has forgotten its session"
         )
         assert await one(hosts, "echo", 2, text="a") == "a"
         assert (await one(hosts, "stream_die", 2)).cause == "host"
@@ -295,7 +338,7 @@ async def test_a_server_that_cannot_be_started_again_ends_the_run_with_its_name(
         ([{"command": ["no-such-server"]}], r"mcp.0: no-such-server: no-such-server cannot be started \(No such file"),
         ([{"command": [sys.executable, "-c", "raise SystemExit(4)"]}], r"mcp.0: .*: ended with exit code 4"),
         ([{"url": "http://127.0.0.1:9/mcp"}], r"mcp.0: http://127.0.0.1:9/mcp: cannot be reached \(ConnectError"),
-        ([{"command": SERVER, "tools": ["ecko"]}], r"mcp.0.tools: there is no 'ecko'; there are die, echo, "),
+        ([{"command": SERVER, "tools": ["ecko"]}], r"mcp.0.tools: there is no 'ecko'; there are busy, die, "),
         ([{"command": SERVER, "variables": ["NO_KEY"]}], r"mcp.0.variables: the environment variable NO_KEY is not"),
         ([{"command": SERVER, "arguments": {"me": 1}}], r"mcp.0.arguments: no tool has a parameter 'me'"),
         ([{"command": SERVER}, {"command": SERVER}], r"mcp.1: the tool 'echo' is also one of environment.mcp.0"),

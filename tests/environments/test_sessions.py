@@ -433,6 +433,10 @@ async def test_a_process_of_many_sessions_names_each_as_the_model(
 
     for key_of_another in (first.key, ""):
         assert error(await ask(first.model, key_of_another)) == (401, "this is not the key of all sessions")
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.split(":")[2].split("/")[0]))
+    writer.write(b"POST /shared/inference/v1/generate HTTP/1.0\r\nAuthorization: Bearer \xff\r\n\r\n")
+    assert b" 401 " in (await reader.read()).splitlines()[0]
+    writer.close()
     assert error(await ask("session-9")) == (409, "model: no session has this name")
     asking = asyncio.create_task(ask(second.model))
     assert (await second.next_request()).tokens == (1, 2)

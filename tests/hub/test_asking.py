@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,18 @@ def test_nothing_is_asked_of_a_commit_that_is_here(filled: HubStub) -> None:
     offline, online = (filled.ask(case("rows", *pinned), HF_HUB_OFFLINE=flag)[0] for flag in ("1", "0"))
     assert offline["rows"] == online["rows"] == ROWS
     assert filled.asked() == []
+
+
+def test_of_a_commit_of_which_another_program_downloaded_a_part_the_rest_is_fetched(filled: HubStub) -> None:
+    [looked] = filled.ask(case("fetch", model(), data()))
+    pinned = (model(revision=looked["revision"]), data(revision=looked["data"]))
+    part = f"""from huggingface_hub import hf_hub_download
+hf_hub_download({MODEL!r}, "config.json", revision={looked["revision"]!r})
+hf_hub_download({DATA!r}, "README.md", revision={looked["data"]!r}, repo_type="dataset")"""
+    environment = filled.environment(HF_HOME=str(filled.home.with_name("other")))
+    subprocess.run([sys.executable, "-c", part], env=environment, check=True, timeout=60)
+    [fetched] = filled.ask(case("rows", *pinned), HF_HOME=environment["HF_HOME"])
+    assert fetched["rows"] == ROWS
 
 
 def test_a_branch_is_resolved_once_and_its_commit_is_kept_when_it_moves_on(filled: HubStub) -> None:

@@ -15,7 +15,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         _ASKING,
         (
             "a-commit-that-is-here-asked-for-again",
-            "found = _kept(repo) if repo.is_pinned or _is_offline() else None",
+            "found = _kept(repo, is_listed=not _is_offline()) if repo.is_pinned or _is_offline() else None",
             "found = _kept(repo) if _is_offline() else None",
             "test_nothing_is_asked_of_a_commit_that_is_here",
         ),

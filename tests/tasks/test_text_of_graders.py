@@ -47,6 +47,15 @@ async def test_why_a_grading_failed_is_one_line(tmp_path: Path) -> None:
             assert outcome.reason.isprintable()
 
 
+async def test_half_a_character_in_an_error_is_told_and_costs_no_process(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def grade(response): raise ValueError('no ' + chr(0xD83D))")
+    async with pool_of(tmp_path / "mine.py") as pool:
+        outcome = await pool.grade(GradeRequest("p", "a"))
+        assert isinstance(outcome, GradingFailed)
+        assert outcome.reason.endswith("ValueError: no ? (mine.py:1)")
+        assert pool._graders[0].process.is_running
+
+
 @pytest.mark.parametrize("end", ["raise ValueError(TEXT)", "raise Own", "sys.exit(TEXT)", "print(TEXT); os._exit(3)"])
 async def test_a_reward_that_cannot_be_made_is_shown_harmlessly(
     end: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
