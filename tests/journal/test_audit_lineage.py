@@ -44,9 +44,10 @@ def lineage(report: AuditReport) -> dict[str, str]:
 
 
 def again(entries: Entries, index: int, **changes: object) -> Entries:
-    """The entries with a changed copy of the event at `index` at the end."""
-    event = msgspec.structs.replace(entries[index][0], at=entries[-1][0].at, **changes)
-    return [*entries, (event, [])]
+    """The entries with a changed copy of the event at `index` in front of the last one, which ends the run."""
+    *before, end = entries
+    event = msgspec.structs.replace(entries[index][0], at=end[0].at, **changes)
+    return [*before, (event, []), end]
 
 
 def test_a_whole_run_has_one_history(entries: Entries, audited: Audited) -> None:

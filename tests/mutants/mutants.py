@@ -347,8 +347,8 @@ _RESUME: Final = (
         ),
         (
             "steps-trained-again-under-other-settings",
-            "    if start.step < recorded.state.feed.trained and settings",
-            "    if False and settings",
+            "        if lineage_settings(before := _parse(text)) != settings:",
+            "        if lineage_settings(before := _parse(text)) is None:",
             "test_steps_that_must_be_trained_again_are_trained_as_they_were",
         ),
         (
