@@ -91,7 +91,7 @@ class Connection:
         self._ready, self._over = asyncio.Event(), asyncio.Event()  # `_over`: closed, or lost
         self._task: asyncio.Task[None] | None = None
         self._num_unanswered = 0
-        self._left: set[asyncio.Task[Any]] = set()  # calls that nobody waits for
+        self._cancelled: set[asyncio.Task[Any]] = set()  # calls that have not ended yet
 
     async def open(self, *, timeout_s: float) -> list[Any]:
         """Connect, and return the server's tools. ServerFailed if that fails or takes longer than `timeout_s`."""
@@ -114,7 +114,7 @@ class Connection:
         try:
             result = await asyncio.shield(calling)
         except asyncio.CancelledError:
-            self._leave(calling)
+            self._cancel(calling)
             self._num_unanswered += 1
             if self._num_unanswered >= UNANSWERED:
                 self._lose(f"has not answered {UNANSWERED} calls in a row")
@@ -152,10 +152,10 @@ class Connection:
         finally:
             self._lose("closed")
 
-    def _leave(self, calling: asyncio.Task[Any]) -> None:
-        """Cancel a call, and do not wait: the SDK still tells the server, which may not read for seconds."""
-        self._left.add(calling)
-        calling.add_done_callback(self._left.discard)
+    def _cancel(self, calling: asyncio.Task[Any]) -> None:
+        """Cancel a call without waiting for its end: the SDK first notifies the server, which may block for seconds."""
+        self._cancelled.add(calling)
+        calling.add_done_callback(self._cancelled.discard)
         calling.cancel()
 
     def _lose(self, why: str) -> None:
@@ -228,7 +228,7 @@ class Connection:
             self._lose(how or f"ended with exit code {code}")
 
     async def _write(self, process: asyncio.subprocess.Process, from_session: Any) -> None:
-        """Pass on what is said to the process."""
+        """Write the messages of the session to the standard input of the process."""
         assert process.stdin is not None
         async with from_session:
             try:
