@@ -95,8 +95,9 @@ def configured(path: Path, workload: Workload, overrides: Sequence[str] = (), *,
         raise ConfigError(f"{path}: task.revisit_share: simulations pass over no rows; leave it at 1")
     if not config.eval.sets:
         raise ConfigError(f"{path}: eval.sets: a curve needs a held-out set")
-    if workload.tools.max_turns > 1:
-        raise ConfigError("tools.calls: a policy that learns makes no calls; remove them from the workload")
+    if workload.has_calls:
+        named = "lengths.calls" if workload.lengths.calls else "tools.calls"
+        raise ConfigError(f"{named}: a policy that learns makes no calls; remove them from the workload")
     cap = max(1, round(config.rollout.max_new_tokens * workload.lengths.scale))
     fitted = workload.with_changes(job={"eval_samples": 0}, lengths={"regime": "A", "cap": cap})
     return config, checked(fitted, origin=str(path))

@@ -68,6 +68,8 @@ def prepare(
     if workload.faults != Faults():
         raise ConfigError(f"{path}: faults: are simulated, not paced; remove the section")
     tools = workload.tools
+    if workload.lengths.calls:
+        raise ConfigError(f"{path}: lengths.calls: are simulated, not paced; use a workload with [tools]")
     if tools.max_turns > 1 and (tools.stuck_share or not tools.result_tokens):
         raise ConfigError(
             f"{path}: tools: calls without a result are simulated, not paced; set tools.stuck_share to 0 and "

@@ -351,7 +351,7 @@ class SimulatedInstance:
         need = self._need(request)
         request.ran_s -= self.anchor
         was_idle = bool(self._idle) and self._idle.pop(request.order.trajectory, None) is not None
-        new = request.unread if request.offset else need
+        new = request.unread if request.offset > request.unread else need
         old = need - new  # tokens that were in KV before
         known = request.prompt_tokens + request.offset - need
         if old:

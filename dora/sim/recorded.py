@@ -1,10 +1,13 @@
 """A workload with the lengths, latencies and rates that the journal of a finished run shows.
 
-The measurements are: lengths and rewards of complete groups; the times of decoding, prefill and the round trip, fitted
-to the duration of every undisturbed request (non-negative least squares over its tokens, the mean number of residents
-and the tokens prefilled meanwhile); grading, as a queue for the run's graders; pushes, or loads of adapters, of which a
-server may have several at a time; publications and updates; and the trainer's tokens per second. They include anything
-that slowed the run down, such as other processes on its cores.
+The measurements are: lengths and rewards of complete groups, and the calls of their answers; the times of decoding,
+prefill and the round trip, fitted to the duration of every undisturbed first request (non-negative least squares over
+its tokens, the mean number of residents and the tokens prefilled meanwhile); grading, as a queue for the run's graders;
+pushes, or loads of adapters, of which a server may have several at a time; publications and updates; and the trainer's
+tokens per second. They include anything that slowed the run down, such as other processes on its cores.
+
+The prompt of an episode is the longest of its group. As siblings share it, it is the group's but for its last token,
+which is the result of the first call. What forks repeat is not read again.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
 from dora.sim.fitting import nonnegative_fit
 from dora.sim.server import SimulatedServer
+from dora.sim.tools import Call
 from dora.sim.workload import (
     AdapterModel,
     FleetModel,
@@ -48,7 +52,7 @@ _AT_ONCE: Final = 1e18
 
 
 class Timed(NamedTuple):
-    """One undisturbed request."""
+    """One undisturbed request, the first of its answer."""
 
     tokens: int
     batch: float  #: mean number of residents on its instance, itself included
@@ -91,6 +95,8 @@ class RecordedRun:
     prompts: dict[int, int] = field(default_factory=dict)
     lengths: dict[TrajectoryId, int] = field(default_factory=dict)
     rewards: dict[TrajectoryId, float] = field(default_factory=dict)
+    calls: dict[TrajectoryId, list[Call]] = field(default_factory=dict)
+    begun: dict[TrajectoryId, Call] = field(default_factory=dict)  #: the call that gave an answer its own prompt
     servers: dict[InstanceId, ev.InstanceUp] = field(default_factory=dict)
     requests: list[Timed] = field(default_factory=list)
     graders: int = 1
@@ -103,6 +109,20 @@ class RecordedRun:
     wave_s: float = 0.0
     num_bytes: int = 0
 
+    def prompt_of(self, id: TrajectoryId) -> int:
+        """Return the tokens of an answer's own prompt."""
+        return self.begun[id].num_tokens if id in self.begun else 0
+
+    def length_of(self, id: TrajectoryId) -> int:
+        """Return the tokens of an answer, and the last one of its own prompt."""
+        return self.lengths[id] - max(0, self.prompt_of(id) - 1)
+
+    def calls_of(self, id: TrajectoryId) -> tuple[Call, ...]:
+        """Return the calls of an answer, the one that begins it included."""
+        before = max(0, self.prompt_of(id) - 1)
+        calls = [call._replace(at=call.at - before) for call in self.calls.get(id, ())]
+        return (self.begun[id]._replace(num_tokens=1), *calls) if id in self.begun else tuple(calls)
+
 
 class _Reader:
     """One pass over the journal, which matches each command with the event that answers it."""
@@ -112,6 +132,9 @@ class _Reader:
         self._graders: list[float] = []  # a heap of the times since which each that had an answer is free
         self._batches: dict[InstanceId, _Batch] = {}
         self._running: dict[TrajectoryId, tuple[cmd.Generate, float, float, int]] = {}  # order, since, `_Batch.join`
+        self._calling: dict[TrajectoryId, tuple[int, float]] = {}  # attempt, since
+        self._turns: dict[TrajectoryId, tuple[InstanceId | None, int]] = {}  # who has the KV of how many tokens
+        self._turn_rewards: dict[TrajectoryId, list[float]] = {}
         self._grading: dict[TrajectoryId, float] = {}
         self._pushing: dict[tuple[InstanceId, int], float] = {}  # by attempt
         self._waves: dict[tuple[int, int], tuple[float, cmd.TrainMicroBatch]] = {}
@@ -132,21 +155,21 @@ class _Reader:
                 record.prompts.update((event.first + i, n) for i, n in enumerate(event.num_prompt_tokens))
             case ev.InstanceUp():
                 record.servers[event.instance] = event
-            case ev.GenerationFinished() | ev.GenerationStopped() | ev.GenerationFailed():
+            case ev.GenerationFinished() | ev.GenerationStopped() | ev.GenerationFailed() | ev.CallStarted():
                 self._end_request(event)
-            case ev.CallStarted():
-                raise ConfigError(
-                    "--from: the run's answers have turns of an environment, which are not measured; use a workload "
-                    "with [tools]"
-                )
+            case ev.CallFinished():
+                self._end_call(event)
             case ev.InstanceLost():
                 for id in [t for t, (order, *_) in self._running.items() if order.instance == event.instance]:
                     del self._running[id]
                 self._batches.pop(event.instance, None)
                 for push in [push for push in self._pushing if push[0] == event.instance]:
                     del self._pushing[push]
+                for id in [t for t, (instance, _) in self._turns.items() if instance == event.instance]:
+                    self._turns[id] = None, self._turns[id][1]
             case ev.ControllerRestarted():
-                for under_way in (self._running, self._batches, self._grading, self._pushing, self._waves):
+                waited = (self._running, self._batches, self._calling, self._grading, self._pushing, self._waves)
+                for under_way in waited:
                     under_way.clear()  # their ends are not in the journal
             case ev.TrajectoryGraded() if event.trajectory in self._grading:
                 free_at = 0.0
@@ -155,8 +178,7 @@ class _Reader:
                 else:
                     free_at = heapreplace(self._graders, event.at)
                 record.grading_s.append(event.at - max(self._grading.pop(event.trajectory), free_at))
-                if event.trajectory >= 0:
-                    record.rewards[event.trajectory] = event.reward if event.reward is not None else 0.0
+                self._reward(event.trajectory, event.reward or 0.0)
             case ev.WeightPushFinished() if (event.instance, event.attempt) in self._pushing:
                 record.push_s.append(event.at - self._pushing.pop((event.instance, event.attempt)))
             case ev.WeightPushFailed():
@@ -166,19 +188,46 @@ class _Reader:
             case _:
                 pass
 
-    def _end_request(self, event: ev.GenerationFinished | ev.GenerationStopped | ev.GenerationFailed) -> None:
-        if event.trajectory not in self._running or self._running[event.trajectory][0].attempt != event.attempt:
+    def _end_request(
+        self, event: ev.GenerationFinished | ev.GenerationStopped | ev.GenerationFailed | ev.CallStarted
+    ) -> None:
+        id, record = event.trajectory, self.record
+        if id not in self._running or self._running[id][0].attempt != event.attempt:
             return
-        order, since, integral, read = self._running.pop(event.trajectory)
+        order, since, integral, read = self._running.pop(id)
         batch = self._batches[order.instance]
-        batch.leave(event.trajectory // self.record.settings.group_size, at=event.at)
-        if not isinstance(event, ev.GenerationFinished) or event.trajectory < 0:
+        batch.leave(id // record.settings.group_size, at=event.at)
+        if isinstance(event, ev.CallStarted):
+            self._turns[id] = order.instance, event.num_tokens
+        elif isinstance(event, ev.GenerationFinished) and id >= 0:
+            record.lengths[id] = event.num_tokens
+        else:
             return
-        self.record.lengths[event.trajectory] = event.num_tokens
-        span = event.at - since
-        if not order.num_tokens and span > 0:
+        span, begun = event.at - since, record.prompt_of(id)
+        if id >= 0 and order.num_tokens == begun and span > 0:
             beside = (batch.integral - integral) / span
-            self.record.requests.append(Timed(event.num_tokens, beside, batch.read - read, span))
+            record.requests.append(Timed(event.num_tokens - begun, beside, batch.read - read, span))
+
+    def _end_call(self, event: ev.CallFinished) -> None:
+        id, record = event.trajectory, self.record
+        attempt, since = self._calling.get(id, (None, 0.0))
+        if attempt != event.attempt:
+            return
+        del self._calling[id]
+        if id not in self._turns and record.settings.own_prompts:
+            record.begun[id] = Call(0, event.at - since, event.num_tokens)
+        else:
+            before = self._turns[id][1]
+            record.calls.setdefault(id, []).append(Call(before, event.at - since, event.num_tokens - before))
+            self._turn_rewards.setdefault(id, []).append(event.reward)
+        if event.ended and id >= 0:
+            record.lengths[id] = event.num_tokens
+        if event.graded:
+            self._reward(id, 0.0)
+
+    def _reward(self, id: TrajectoryId, reward: float) -> None:
+        if id >= 0:
+            self.record.rewards[id] = sum(self._turn_rewards.get(id, ()), reward)
 
     def _on_training(self, event: ev.MicroBatchTrained | ev.StepTrained | ev.VersionPublished) -> None:
         record = self.record
@@ -206,8 +255,14 @@ class _Reader:
                 batch = self._batches.setdefault(command.instance, _Batch(at=at))
                 group = command.trajectory // self.record.settings.group_size
                 prompt = self.record.prompts.get(group, 0)  # an evaluation's is not counted
-                joined = batch.join(group, prompt=prompt, produced=command.num_tokens, at=at)
+                instance, read = self._turns.get(command.trajectory, (None, 0))
+                if instance == command.instance:  # it has the KV
+                    joined = batch.join(group, prompt=0, produced=command.num_tokens - read, at=at)
+                else:
+                    joined = batch.join(group, prompt=prompt, produced=command.num_tokens, at=at)
                 self._running[command.trajectory] = (command, at, *joined)
+            case cmd.CallEnvironment():
+                self._calling[command.trajectory] = command.attempt, at
             case cmd.GradeTrajectory():
                 self._grading[command.trajectory] = at
             case cmd.PushWeights():
@@ -250,6 +305,8 @@ def _workload(record: RecordedRun) -> Workload:
     groups = sorted({t // size for t in record.lengths})
     whole = [g for g in groups if all(TrajectoryId(g * size + i) in record.rewards for i in range(size))]
     ids = [[TrajectoryId(g * size + i) for i in range(size)] for g in whole]
+    own = [max(record.prompt_of(t) for t in row) for row in ids]
+    prompts = tuple(record.prompts[g] + max(0, tokens - 1) for g, tokens in zip(whole, own, strict=True))
     return Workload(
         job=JobModel(
             strategy=strategy_of(settings.rules),
@@ -265,11 +322,12 @@ def _workload(record: RecordedRun) -> Workload:
         ),
         lengths=LengthModel(
             regime="recorded",
-            cap=settings.max_new_tokens,
-            prompt_tokens=max(record.prompts[g] for g in whole),
-            prompts=tuple(record.prompts[g] for g in whole),
-            answers=tuple(tuple(record.lengths[t] for t in row) for row in ids),
+            cap=0 if record.begun else settings.max_new_tokens,
+            prompt_tokens=max(prompts),
+            prompts=prompts,
+            answers=tuple(tuple(map(record.length_of, row)) for row in ids),
             rewards=tuple(tuple(record.rewards[t] for t in row) for row in ids),
+            calls=tuple(tuple(map(record.calls_of, row)) for row in ids) if record.calls or record.begun else (),
         ),
         fleet=_fleet(record),
         adapters=_adapters(record),
@@ -286,6 +344,8 @@ def _workload(record: RecordedRun) -> Workload:
 
 def _grade(record: RecordedRun) -> GradingModel:
     """Fit a log-normal to the measured mean and deviation, which determine the length of a queue."""
+    if not record.grading_s:  # environments gave all rewards
+        return GradingModel(median_s=0.0)
     mean_s = fmean(record.grading_s)
     variance = fmean([(seconds - mean_s) ** 2 for seconds in record.grading_s])
     sigma = math.sqrt(math.log1p(variance / mean_s**2))

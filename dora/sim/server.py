@@ -76,7 +76,7 @@ class Request:
     offset: int  #: number of tokens, minus the server's `steps` while the request runs
     brings_kv: bool = False  #: it was stopped elsewhere, and its KV is transferred
     calls: tuple[Call, ...] = ()  #: the call under way and those still to be made
-    unread: int = 0  #: tokens of a result that is still to be read
+    unread: int = 0  #: tokens of a result, or of an own prompt, that are still to be read
     age: int = 0  #: larger for a request that was taken later
     running: bool = False
     ran_s: float = 0.0  #: total time in batches; while it runs, minus the time when it joined the batch

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -19,7 +20,7 @@ from dora.core.strategies import STRATEGIES, Pause, Rules, Settings, rules_of
 from dora.errors import ConfigError
 from dora.sim.answers import REGIMES, Answers, SimulatedGroup, cap_of
 from dora.sim.server import SimulatedServer
-from dora.sim.tools import Tools
+from dora.sim.tools import Call, Tools
 
 #: Devices of a server that are tried, unless the workload has others.
 WIDTHS: Final = (1, 2, 4, 8)
@@ -76,6 +77,9 @@ class LengthModel(_Part, frozen=True):
     prompts: tuple[int, ...] = ()  #: recorded: tokens of each prompt
     answers: tuple[tuple[int, ...], ...] = ()  #: recorded: lengths of each prompt's answers
     rewards: tuple[tuple[float, ...], ...] = ()  #: recorded: rewards of each prompt's answers
+    calls: tuple[tuple[tuple[Call, ...], ...], ...] = ()
+    """recorded: calls of each prompt's answers; empty: none. A call before the first token begins an episode: it gives
+    the end of the prompt."""
 
 
 class FleetModel(_Part, frozen=True):
@@ -231,6 +235,22 @@ class Workload(_Part, frozen=True):
         return _NEVER if self.is_shared else max(120.0, 8 * self.fleet.report_s)
 
     @property
+    def has_calls(self) -> bool:
+        """Whether answers call tools."""
+        return self.tools.max_turns > 1 or bool(self.lengths.calls)
+
+    @property
+    def own_prompts(self) -> bool:
+        """Whether answers begin with a call."""
+        return any(calls and not calls[0].at for row in self.lengths.calls for calls in row)
+
+    @property
+    def longest_call_s(self) -> float:
+        """The longest time that a call can take."""
+        recorded = (call.latency_s for row in self.lengths.calls for calls in row for call in calls)
+        return max(recorded, default=self.tools.longest_s)
+
+    @property
     def cap(self) -> int:
         """Token budget of one answer."""
         if self.lengths.regime == "recorded":
@@ -241,8 +261,11 @@ class Workload(_Part, frozen=True):
         """Return the answers of one seed."""
         lengths = self.lengths
         recorded = [
-            SimulatedGroup(tokens, list(row), list(rewards))
-            for tokens, row, rewards in zip(lengths.prompts, lengths.answers, lengths.rewards, strict=True)
+            SimulatedGroup(tokens, list(row), list(rewards), calls)
+            for tokens, row, rewards, calls in zip(
+                *(lengths.prompts, lengths.answers, lengths.rewards, lengths.calls or ((),) * len(lengths.prompts)),
+                strict=True,
+            )
         ]
         return Answers(
             lengths.regime,
@@ -272,7 +295,8 @@ class Workload(_Part, frozen=True):
             eval_prompt_tokens=(self.lengths.prompt_tokens,) * job.eval_samples,
             eval_every=job.eval_every,
             orchestration=self.orchestration,
-            call_limit_s=self.tools.longest_s,
+            call_limit_s=self.longest_call_s,
+            own_prompts=self.own_prompts,
             watchdog_s=self.watchdog_s,
             no_progress_s=_NEVER,
             decode_time=self.server.decode,
@@ -390,7 +414,7 @@ def _problems(workload: Workload) -> list[str]:
             f"fleet.rollout_devices: {workload.num_instances} instances cannot hold the "
             f"{workload.rules.max_staleness + 1} versions of K = {workload.rules.max_staleness}"
         )
-    found += _tool_problems(workload)
+    found += [*_tool_problems(workload), *_call_problems(workload)]
     if fleet.answer_s and workload.faults.instance_hours:
         found.append("fleet.answer_s, faults.instance_hours: a delayed answer would survive a loss; set either to 0")
     if not fleet.widths or min(fleet.widths) < 1:
@@ -442,5 +466,25 @@ def _tool_problems(workload: Workload) -> list[str]:
     if tools.calls and (min(tools.calls) < 0 or not 0 < sum(tools.calls) < math.inf):
         found.append("tools.calls: weights of 0, 1, 2, ... calls must be finite, at least 0, and not all 0")
     if tools.max_turns > 1 and workload.lengths.regime == "recorded":
-        found.append("tools.calls: recorded answers have no turns; remove the calls, or use another lengths.regime")
+        found.append(
+            "tools.calls: recorded answers have calls of their own; remove these, or use another lengths.regime"
+        )
     return found
+
+
+def _call_problems(workload: Workload) -> Iterator[str]:
+    """Yield the problems of recorded calls: each follows the result of the one before it, within the answer."""
+    lengths, begun = workload.lengths, workload.own_prompts
+    if not lengths.calls:
+        return
+    if lengths.regime != "recorded" or [*map(len, lengths.calls)] != [*map(len, lengths.answers)]:
+        yield "lengths.calls: needs a list of calls for each recorded answer"
+        return
+    for length, calls in zip(chain(*lengths.answers), chain(*lengths.calls), strict=True):
+        edges = [0, *(edge for call in calls for edge in (call.at, call.at + call.num_tokens)), length]
+        if begun != bool(calls and calls[0].at == 0 < calls[0].num_tokens):
+            yield "lengths.calls: either every answer begins with a call, which has a result, or none does"
+            return
+        if edges != sorted(edges) or not all(0 <= call.latency_s < _NEVER for call in calls):
+            yield f"lengths.calls: {list(map(list, calls))} cannot be the calls of an answer of {length} tokens"
+            return

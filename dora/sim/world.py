@@ -32,6 +32,7 @@ from dora.sim.answers import AnswerSource, SimulatedGroup
 from dora.sim.instance import SimulatedInstance
 from dora.sim.measure import Measure
 from dora.sim.server import Request
+from dora.sim.tools import Call
 from dora.sim.trainer import wave_time
 from dora.sim.transfers import Transfers
 from dora.sim.workload import Workload
@@ -85,6 +86,7 @@ class World:
         self._tags: dict[GroupId, int] = {}  # version of each admitted group that has not left
         self._interrupted: dict[TrajectoryId, Request] = {}  # stopped, lost with their server, or calling
         self._calling: set[TrajectoryId] = set()
+        self._begun: set[TrajectoryId] = set()  # by a call that gave a prompt, and not sent yet
         self._pushes: dict[InstanceId, tuple[cmd.PushWeights, bool]] = {}  # under way, and whether each will fail
         self._transfers = Transfers(
             num_bytes=fleet.weight_bytes,
@@ -258,12 +260,18 @@ class World:
             carried_over = self.settings.rules.in_flight is not None and tag < order.version
             _require(tag == order.version or carried_over, "C1: not the tag of its group: {}", order)
         old = self._interrupted.pop(id, None)
-        _require((old.offset if old else 0) == order.num_tokens, "C2: not from all its tokens: {}", order)
+        begun, calls = 0, group.calls_of(place)
+        if old is None and self.settings.own_prompts:
+            _require(id in self._begun, "C2: it has no prompt: {}", order)
+            self._begun.remove(id)
+            begun, calls = calls[0].num_tokens, calls[1:]
+        _require((old.offset if old else begun) == order.num_tokens, "C2: not from all its tokens: {}", order)
         _require(id not in instance.requests, "it runs there already: {}", order)
         _require(len(instance.requests) < instance.server.slots, "the instance has no slot: {}", order)
         instance.reach(self.now)
         if old is None:
-            request = Request(order, number, group.prompt_tokens, group.lengths[place], 0, calls=group.calls_of(place))
+            total = group.lengths[place]
+            request = Request(order, number, group.prompt_tokens, total, begun, calls=calls, unread=begun)
         else:
             request = old.resent(order)
             if old.order.instance != order.instance:
@@ -279,17 +287,33 @@ class World:
 
     def _on_call_environment(self, order: cmd.CallEnvironment) -> None:
         id = order.trajectory
-        _require(id in self._interrupted and id not in self._calling, "C2: a call without an intent: {}", order)
-        request = self._interrupted[id]
-        _require(request.calls and request.offset == request.calls[0].at, "C2: no call is due: {}", order)
+        _require(id not in self._calling, "C2: a call is under way: {}", order)
         self._calling.add(id)
-        self._at(request.calls[0].latency_s, partial(self._end_call, order))
+        if id in self._interrupted:
+            request = self._interrupted[id]
+            _require(request.calls and request.offset == request.calls[0].at, "C2: no call is due: {}", order)
+            self._at(request.calls[0].latency_s, partial(self._end_call, order))
+        else:
+            _require(self.settings.own_prompts and id not in self._begun, "C2: a call without an intent: {}", order)
+            _, group, place = self._answer(id)
+            self._at(group.calls[place][0].latency_s, partial(self._begin_episode, order, group.calls[place][0]))
+
+    def _begin_episode(self, order: cmd.CallEnvironment, call: Call) -> ev.Event:
+        self._calling.remove(order.trajectory)
+        self._begun.add(order.trajectory)
+        return ev.CallFinished(self.now, order.trajectory, order.attempt, call.num_tokens)
 
     def _end_call(self, order: cmd.CallEnvironment) -> ev.Event:
         request = self._interrupted[order.trajectory]
         request.receive_result()
         self._calling.remove(order.trajectory)
-        return ev.CallFinished(self.now, order.trajectory, order.attempt, request.offset)
+        ended = not request.calls and request.offset == request.total
+        if ended:
+            del self._interrupted[order.trajectory]
+            self._forget(order.trajectory, self.instances[request.order.instance])
+            if order.trajectory >= 0:
+                self.measure.answered(request, at=self.now)
+        return ev.CallFinished(self.now, order.trajectory, order.attempt, request.offset, ended)
 
     def _answer(self, id: TrajectoryId) -> tuple[int, SimulatedGroup, int]:
         """Return the number of a trajectory's group, the group, and its index there. A sample of an evaluation is a

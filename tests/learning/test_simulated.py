@@ -25,6 +25,7 @@ from dora.learning.learner import Learner, OneRank
 from dora.learning.progress import Progress
 from dora.learning.sampler import Sampler
 from dora.learning.world import BLOCK, LearningWorld, RealAnswers
+from dora.sim.tools import Call
 from dora.sim.workload import Workload
 from tests.e2e.runs import assert_one_clear_error, run_to_end
 from tests.learning.test_harness import TINY, PlainTrainer
@@ -266,9 +267,9 @@ def test_what_cannot_be_simulated_is_refused_by_name(tmp_path: Path) -> None:
     filters = workload().with_changes(job={"filter_zero_variance": True})
     with pytest.raises(ConfigError, match=r"task\.revisit_share: simulations pass over no rows; leave it at 1"):
         prepared(filters, "task.revisit_share=0.5")
-    calls = workload().with_changes(tools={"calls": (0.5, 0.5)})
-    with pytest.raises(ConfigError, match=r"tools\.calls: a policy that learns makes no calls"):
-        prepared(calls)
+    for part in ({"tools": {"calls": (0.5, 0.5)}}, {"lengths": {"calls": (((Call(3, 1.0, 2),),),)}}):
+        with pytest.raises(ConfigError, match=rf"^{next(iter(part))}\.calls: a policy that learns makes no calls"):
+            prepared(workload().with_changes(**part))
 
 
 @pytest.mark.deep

@@ -131,14 +131,6 @@ def test_a_run_that_trained_too_little_cannot_be_simulated(tmp_path: Path) -> No
         read_run(folder.root)
 
 
-@pytest.mark.parametrize("ends", [0.0, 0.3])
-def test_a_run_with_an_environment_is_refused_by_name(tmp_path: Path, ends: float) -> None:
-    world = run(seed=1, slots=4, token_s=0.05, steps=4, calls=0.9, faults=Faults(call_ends=ends))
-    folder = write(world.journal, world.settings, tmp_path)
-    with pytest.raises(ConfigError, match=r"^--from: the run's answers have turns of an environment, .* \[tools\]$"):
-        read_run(folder.root)
-
-
 @pytest.mark.parametrize("text", ["task = 3", '[task]\ngraders = "many"', "[task]\ngraders = 0"])
 def test_graders_that_no_run_has_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
     folder = write([], workload().settings(), tmp_path)
