@@ -6,6 +6,7 @@ Invariant: the result is what `dora run` would read from a file and `--set`; the
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from dora.functions import in_main
 #: A file, the tables of one, or a configuration; None is the CPU example.
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 
+_SPELLED: Final = re.compile(r"[\w-]+")
 _INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
@@ -45,7 +47,7 @@ def configuration(source: Source, settings: Mapping[str, Any]) -> Config:
 
 def as_overrides(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield `a.b=value`, as for --set, for each value of nested tables. In the name of an argument, `__` is a dot:
-    run__steps is run.steps."""
+    run__steps is run.steps. A table with a name that --set cannot spell, such as "a.b", is given as a whole."""
     named = {name.replace("__", "."): value for name, value in settings.items()}
     for name, value in _leaves(plain(named, key="")):
         yield f"{name}={as_toml(value)}"
@@ -53,7 +55,7 @@ def as_overrides(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def _leaves(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tables.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and all(map(_SPELLED.fullmatch, value)):
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

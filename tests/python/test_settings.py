@@ -105,6 +105,13 @@ def test_numbers_of_numpy_enumerations_tuples_and_none() -> None:
     assert [*as_overrides(given)] == ["a=3", "b=0.5", "c=true", 'd="dora"', "e=[1, 2]"]
 
 
+@pytest.mark.parametrize("name", ["a.b", "a=b", " a ", "", "1 2", "ä\n"])
+def test_names_that_no_option_can_spell_arrive_as_they_are(name: str) -> None:
+    options = {"plain": 1, "deep": {name: {"x": [1, {name: "y"}]}, "other": True}}
+    found = made(environment__name="m:f", environment__options=options)
+    assert found.environment.options == options
+
+
 @pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes", np.zeros(3), 1j])
 def test_what_is_no_setting_is_refused_with_its_key(value: object) -> None:
     with pytest.raises(ConfigError, match=r"^task\.options\.0\.a: a \w+ is not a setting; "):
