@@ -28,6 +28,9 @@ CHILD_BYTES: Final = 2 * 2**30
 _MAX_KEPT_BYTES: Final = 1_000
 #: The setting of rotary embeddings that were extended to longer sequences.
 ORIGINAL: Final = "original_max_position_embeddings"
+#: The settings of the number of experts, and of how many of them a token has, in the families that transformers knows.
+_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN: Final = ("num_experts_per_tok", "moe_topk", "moe_k")
 _CHILD: Final = """
 import resource, sys
 folder, seconds, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -50,6 +53,18 @@ class Limits(msgspec.Struct, frozen=True, tag=True):
 
 class _Problem(msgspec.Struct, frozen=True, tag=True):
     text: str
+
+
+def is_of_experts(name: str) -> bool:
+    """Return whether a parameter is of the experts between which a router chooses."""
+    return ".experts." in name
+
+
+def chosen_share(config: Any) -> float:
+    """Return the share of these experts that a token has; 1 if the configuration does not say."""
+    count = next((n for key in _EXPERTS if isinstance(n := getattr(config, key, None), int) and n > 0), 1)
+    chosen = next((n for key in _CHOSEN if isinstance(n := getattr(config, key, None), int) and n > 0), count)
+    return min(1.0, chosen / count)
 
 
 def load_config(folder: Path, *, field: str = "model.path") -> Any:

@@ -6,16 +6,19 @@ of docs/SIMULATION.md. The estimates are only displayed. What a trainer rank tak
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
 from safetensors import safe_open
 
 from dora.config.schema import Config
-from dora.model_config import load_config, text_config
+from dora.model_config import chosen_share, is_of_experts, load_config, text_config
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    from dora.trainer.forecast import Outline
 
 #: An H100: memory bandwidth, bf16 throughput at a trainer's typical utilization, and the constant part of a decoding
 #: step (fitted to 7.2 ms per token of Qwen3-8B at concurrency 4).
@@ -30,6 +33,8 @@ class Shapes:
     """The dimensions of a decoder."""
 
     parameters: int
+    experts: int  # those of the parameters that are of experts between which a router chooses
+    chosen: float  # share of these experts that a token has
     layers: int
     kv_width: int  # KV heads x head size; 0 without attention
     kv_heads: int
@@ -38,7 +43,7 @@ class Shapes:
     def read(cls, folder: Path) -> Self:
         """Read the configuration and the headers of the safetensors files."""
         config = text_config(load_config(folder))
-        parameters = 0
+        parameters = experts = 0
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="np") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict
@@ -46,15 +51,31 @@ class Shapes:
                     for size in tensors.get_slice(name).get_shape():
                         count *= size
                     parameters += count
+                    experts += count if is_of_experts(name) else 0
         heads = getattr(config, "num_attention_heads", 0)
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
         return cls(
             parameters=parameters,
+            experts=experts,
+            chosen=chosen_share(config),
             layers=config.num_hidden_layers,
             kv_width=kv_heads * head_dim,
             kv_heads=kv_heads,
         )
+
+    def of(self, outline: Outline) -> Shapes:
+        """Return the shapes with the parameters of an outline, which needs no weights."""
+        return replace(self, parameters=outline.published, experts=outline.experts)
+
+    def used(self, num_tokens: float) -> float:
+        """Return how many parameters so many tokens use, if each chooses its experts independently."""
+        return self.parameters - self.experts * float((1 - self.chosen) ** num_tokens)
+
+    @property
+    def active(self) -> float:
+        """The number of parameters that one token uses."""
+        return self.used(1)
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -102,20 +123,20 @@ def step_time(config: Config, shapes: Shapes, *, instances: int, ranks: int) -> 
     in_flight = (config.max_staleness + 1) * answers / instances
     batch = max(1.0, min(config.slots or inf, (config.kv_tokens or inf) / context, in_flight))
     kv = kv_bytes_per_token(shapes, dtype_bytes=served, tp=tp)
-    weights_s = shapes.parameters * served / tp / BANDWIDTH
-    decode_step_s = STEP_BASE_S + weights_s + batch * context * kv / BANDWIDTH
+    read_s = served / tp / BANDWIDTH  # for each parameter
+    decode_step_s = STEP_BASE_S + shapes.used(batch) * read_s + batch * context * kv / BANDWIDTH
     trained = answers * (prompt + length)
     return StepTime(
         decode_s=answers * length * decode_step_s / batch / instances,
         train_s=trained / training_rate(config, shapes) / ranks,
-        longest_s=rollout.max_new_tokens * (STEP_BASE_S + weights_s) / (config.max_staleness + 1),
+        longest_s=rollout.max_new_tokens * (STEP_BASE_S + shapes.active * read_s) / (config.max_staleness + 1),
     )
 
 
 def training_rate(config: Config, shapes: Shapes) -> float:
     """Return the tokens that a training GPU computes per second. Where an adapter is trained, the weights have no
-    gradients, which take a third of all operations."""
-    return FLOPS / ((4 if config.trainer.lora.rank else 6) * shapes.parameters)
+    gradients, which take a third of all operations. Of a mixture of experts, those count that a token has."""
+    return FLOPS / ((4 if config.trainer.lora.rank else 6) * shapes.active)
 
 
 def starts_all_on_gpus(config: Config) -> bool:
@@ -126,7 +147,7 @@ def starts_all_on_gpus(config: Config) -> bool:
 
 def lines(config: Config, shapes: Shapes) -> list[tuple[str, str]]:
     """Return (topic, text) lines for the plan of `dora check`."""
-    found = [("memory", memory_text(config, shapes))]
+    found = [("memory", memory_text(config, shapes)), ("disk", copies_text(config, shapes))]
     if not starts_all_on_gpus(config):
         return found
     return [*found, ("split", time_text(config, shapes))]
@@ -138,6 +159,16 @@ def memory_text(config: Config, shapes: Shapes) -> str:
     kv = "KV as the server decides" if need.engine_kv is None else f"{size_text(need.engine_kv)} KV"
     per_gpu = " per GPU" if config.engine.tensor_parallel > 1 else ""
     return f"one instance: {size_text(need.engine_weights)} weights + {kv}{per_gpu}"
+
+
+def copies_text(config: Config, shapes: Shapes) -> str:
+    """Return a text about the copies of versions in the run folder; an adapter is small."""
+    if config.engine.adapters:
+        return "a copy of every adapter is kept in the run folder"
+    each, keep = shapes.parameters * BYTES[config.trainer.publish_dtype], config.weights.keep
+    kept = min(config.run.steps + 1, keep + config.max_staleness + 2) if keep else config.run.steps + 1
+    text = f"{kept} copies of versions in the run folder, {size_text(each)} each, {size_text(kept * each)} in all"
+    return text if keep else f"{text}: weights.keep = 0 keeps every version"
 
 
 def time_text(config: Config, shapes: Shapes) -> str:

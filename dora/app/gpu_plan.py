@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from dora.app.check import Report, report_job
@@ -15,6 +15,7 @@ from dora.app.checkpoint_time import checkpoint_bytes, interval_s, time_of_check
 from dora.app.estimate import (
     BYTES,
     Shapes,
+    copies_text,
     kv_bytes_per_token,
     memory,
     memory_text,
@@ -62,7 +63,7 @@ def check_plan(config: Config, gpus: Gpus, report: Report) -> bool:
     model = model_folder(config.model.path, revision=config.model.revision)
     report("inputs", f"model {model}, of which only the configuration was read; prompts and rewards were not")
     mode, outline = outline_of(config, model, gpus.memory)
-    shapes = replace(Shapes.read(model), parameters=outline.published)
+    shapes = Shapes.read(model).of(outline)
     plan = _Plan(config, gpus, outline, shapes)
     report_job(config, report)
     fits = [plan.check_split(report)]
@@ -72,6 +73,7 @@ def check_plan(config: Config, gpus: Gpus, report: Report) -> bool:
         interval = interval_s(config, shapes)
         text = time_of_checkpoint(config, checkpoint_bytes(config, outline), rate=None, interval=interval)
         report("checkpoint", text)
+        report("disk", copies_text(config, shapes))
         fits.append(plan.rank_bytes(config.trainer.ranks) <= plan.available)
     if config.engine.device == "cuda" and config.num_managed:
         fits += [plan.check_instance(report), plan.check_shared(report)]

@@ -135,7 +135,8 @@ def learn(
         def published(version: int, at_s: float) -> None:
             if version:
                 steps.append(saved.recall(lambda: _without_times(learner.metrics), dict[str, float]))
-            is_scored = version % config.eval.every == 0 or version == config.run.steps
+            every_n = config.eval.every
+            is_scored = version in (0, config.run.steps) or (every_n > 0 and version % every_n == 0)
             found = [
                 answer
                 for requests, temperature in (scored if is_scored else ())

@@ -11,7 +11,6 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -76,7 +75,7 @@ async def check_nodes(config: Config, report: Report) -> bool:
 
 def _time_of_checkpoint(config: Config, model: Path, link: WriteRate) -> str:
     _, outline = outline_of(config, model, None)
-    shapes = replace(Shapes.read(model), parameters=outline.published)
+    shapes = Shapes.read(model).of(outline)
     interval = interval_s(config, shapes)
     return time_of_checkpoint(config, checkpoint_bytes(config, outline), rate=link, interval=interval)
 

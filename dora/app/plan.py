@@ -213,9 +213,11 @@ def _on_gpus(config: Config, gpus: Gpus, tables: dict[str, Any], *, origin: str)
     model = model_folder(config.model.path, revision=config.model.revision)
     _, outline = outline_of(config, model, gpus.memory)
     longest, replicate = config.longest_slice, config.trainer.parallel.replicate
-    shapes = Shapes.read(model)
-    shapes = Shapes(outline.published, shapes.layers, shapes.kv_width, shapes.kv_heads)
-    workload = _with_times(workload_of(config), config, gpus, shapes)
+    workload = _with_times(workload_of(config), config, gpus, Shapes.read(model).of(outline))
+    given = workload
+    if config.kv_tokens:  # what is too much for the memory is changed by the plan
+        server = msgspec.structs.replace(workload.fleet.server, kv_tokens=config.kv_tokens)
+        given = workload.with_changes(fleet={"server": server})
 
     def fits(planned: Workload) -> bool:
         tokens = max(planned.train.micro_batch_tokens // config.trainer.parallel.context, longest)
@@ -229,24 +231,28 @@ def _on_gpus(config: Config, gpus: Gpus, tables: dict[str, Any], *, origin: str)
         f"with {BANDWIDTH / 1e12:g} TB/s and {FLOPS / 1e12:g} TFLOP/s in training, assumed, not measured: "
         "`dora check CONFIG --measure FILE` on them, then `dora plan FILE`\n"
     )
-    return Question(workload, workload, note, fits, tables, config, has_nodes=bool(config.nodes.expected))
+    return Question(workload, given, note, fits, tables, config, has_nodes=bool(config.nodes.expected))
 
 
 def _with_times(workload: Workload, config: Config, gpus: Gpus, shapes: Shapes) -> Workload:
-    """Return the workload on these GPUs, with the times of servers of one H100 each."""
+    """Return the workload on these GPUs, with the times of H100s. A server has as many GPUs as its slots and KV are
+    configured for, or the fewest that have room for the weights."""
     served = BYTES[config.trainer.publish_dtype]
     weights, kv = shapes.parameters * served, kv_bytes_per_token(shapes, dtype_bytes=served)
-    width = next((n for n in WIDTHS if n * USABLE * gpus.memory > weights), WIDTHS[-1])
+    given = config.engine.tensor_parallel if config.slots or config.kv_tokens else 1
+    widths = (given, *(n for n in WIDTHS if n > given))
+    width = next((n for n in widths if n * USABLE * gpus.memory > weights), widths[-1])
     room = max(0.0, width * USABLE * gpus.memory - weights)
+    fitting = int(room / kv) if kv else 1 << 30
     server = SimulatedServer(
         slots=config.slots or SLOTS,
-        kv_tokens=config.kv_tokens or (int(room / kv) if kv else 1 << 30),
+        kv_tokens=min(config.kv_tokens or fitting, fitting),
         decode=DecodeTime(
             base_s=STEP_BASE_S + weights / width / BANDWIDTH,
             per_request_s=PER_REQUEST_S,
             per_token_s=kv / width / BANDWIDTH,
         ),
-        prefill_s_per_token=PREFILL_S * shapes.parameters / width,
+        prefill_s_per_token=PREFILL_S * shapes.active / width,
     )
     fleet = {
         "devices": gpus.count,

@@ -6,8 +6,9 @@ change only time and staleness, and `dora simulate --ablate` shows by how much.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -55,6 +56,26 @@ AREAL: Final = Orchestration(streaming=False)
 NAMED: Final = {"paper": PAPER, "psrl": PSRL, "areal": AREAL}
 #: All names that `job.rules` accepts.
 RULES: Final = ("dora", *NAMED)
+
+
+class Named(NamedTuple):
+    """Rules by what `orchestration_of` is given."""
+
+    rules: str
+    without: tuple[str, ...]
+    refill: bool
+    calls: Calls
+
+
+def named(orchestration: Orchestration) -> Named:
+    """Return the names of these rules, with as few switched off as possible; LookupError if they have none."""
+    for count in range(len(SWITCHES) + 1):
+        for without in itertools.combinations(SWITCHES, count):
+            for rules, refill in itertools.product(RULES, (False, True)):
+                found = Named(rules, without, refill, orchestration.calls)
+                if orchestration_of(rules, without=without, refill=refill, calls=found.calls) == orchestration:
+                    return found
+    raise LookupError(f"no rules have these switches: {orchestration}")
 
 
 def orchestration_of(

@@ -38,9 +38,9 @@ def adapter_needs(config: Config) -> AdapterNeeds | None:
 
 
 def require_engine(config: Config) -> None:
-    """ConfigError if the servers that the run starts are of a kind that is not installed in this environment."""
+    """ConfigError if the servers that the run starts here are of a kind that is not installed in this environment."""
     engine = config.engine
-    if config.num_managed and not engine.command and engine.kind == "sglang":
+    if config.num_managed and not config.nodes.expected and not engine.command and engine.kind == "sglang":
         require_extra("sglang", field="engine.kind")
 
 

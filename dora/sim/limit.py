@@ -182,7 +182,8 @@ def _blocks(workload: Workload, *, seed: int) -> Iterator[tuple[list[SimulatedGr
         filtered: list[SimulatedGroup] = []
         while len(kept) < num_asked and len(kept) + len(filtered) < most:
             group = answers.group(number)
-            is_filtered = workload.job.filter_zero_variance and len(set(group.rewards)) == 1
+            given = {reward for reward in group.rewards if not math.isnan(reward)}
+            is_filtered = workload.job.filter_zero_variance and len(given) == 1
             (filtered if is_filtered else kept).append(group)
             number += 1
         answers.forget_before(number)

@@ -192,7 +192,7 @@ class Measure:
         groups, train other groups than those of the blocks.
         """
         rules, grade = self.workload.rules, self.workload.grade
-        if not rules.bounded or rules.discards or grade.hang_share or grade.failure_share:
+        if not rules.bounded or rules.discards or self.workload.grading_fails:
             return
         (first, last), k = self.window(), rules.max_staleness
         begin = self.marks[first - k].at if first >= k else 0.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dora.sim import svg
-from dora.sim.report import ADAPTERS, ReportRow
+from dora.sim.report import ADAPTERS, ReportRow, title_of
 from dora.sim.sweep import Case
 from dora.sim.trace import Period, Trace, trace
 from dora.sim.workload import Workload
@@ -40,8 +40,13 @@ def draw(rows: Sequence[ReportRow], cases: Iterable[Case]) -> dict[str, str]:
         job, fleet = workload.job, workload.fleet
         k, split = workload.rules.max_staleness, f"{fleet.devices if workload.is_shared else fleet.rollout_devices}"
         traced, begin, end = trace(workload, seed=seed)
+        without = f" without {', '.join(job.without)}" if job.without else ""
+        ruled = f", rules of {job.rules}{without}" if without or job.rules != "dora" else ""
         title = f"{job.strategy}{ADAPTERS[workload.adapters.use]}, K = {k}, {split} of {fleet.devices} devices roll out"
-        name = f"timeline-{job.strategy}-k{k}-{split}of{fleet.devices}"
+        parts = [job.strategy, *([workload.adapters.use] if workload.adapters.use != "none" else []), f"k{k}"]
+        parts += [*([job.rules] if ruled else []), *(f"no_{switch}" for switch in job.without)]
+        name = "-".join(["timeline", *parts, f"{split}of{fleet.devices}"])
+        title += ruled
         drawn[name] = timeline(traced, title=title, begin=begin, end=end)
     return drawn
 
@@ -169,14 +174,14 @@ def scaling(rows: Sequence[ReportRow]) -> str:
 
 
 def _fastest(rows: Sequence[ReportRow]) -> list[ReportRow]:
-    """Return the fastest split of every fleet, strategy and K."""
-    best: dict[tuple[int, str, int], ReportRow] = {}
+    """Return the fastest split of every fleet, strategy with its rules, and K."""
+    best: dict[tuple[int, str], ReportRow] = {}
     for row in rows:
-        key = (row.devices, row.strategy, row.max_staleness)
+        key = (row.devices, _name(row))
         if key not in best or row.step_s < best[key].step_s:
             best[key] = row
     return list(best.values())
 
 
 def _name(row: ReportRow) -> str:
-    return f"{row.strategy}, K = {row.max_staleness}"
+    return f"{title_of(row)}, K = {row.max_staleness}"

@@ -29,6 +29,7 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.decode_time import DecodeTime
 from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.orchestration import named
 from dora.core.strategies import Settings, strategy_of
 from dora.errors import ConfigError
 from dora.journal.reader import Journal
@@ -92,6 +93,7 @@ class RecordedRun:
     """The measurements of a run."""
 
     settings: Settings
+    max_episodes: int
     prompts: dict[int, int] = field(default_factory=dict)
     lengths: dict[TrajectoryId, int] = field(default_factory=dict)
     rewards: dict[TrajectoryId, float] = field(default_factory=dict)
@@ -128,7 +130,7 @@ class _Reader:
     """One pass over the journal, which matches each command with the event that answers it."""
 
     def __init__(self, settings: Settings, *, graders: int) -> None:
-        self.record = RecordedRun(settings, graders=graders)
+        self.record = RecordedRun(settings, settings.max_episodes, graders=graders)
         self._graders: list[float] = []  # a heap of the times since which each that had an answer is free
         self._batches: dict[InstanceId, _Batch] = {}
         self._running: dict[TrajectoryId, tuple[cmd.Generate, float, float, int]] = {}  # order, since, `_Batch.join`
@@ -155,6 +157,8 @@ class _Reader:
                 record.prompts.update((event.first + i, n) for i, n in enumerate(event.num_prompt_tokens))
             case ev.InstanceUp():
                 record.servers[event.instance] = event
+            case ev.InstanceRemoved():
+                record.servers.pop(event.instance, None)
             case ev.GenerationFinished() | ev.GenerationStopped() | ev.GenerationFailed() | ev.CallStarted():
                 self._end_request(event)
             case ev.CallFinished():
@@ -171,6 +175,8 @@ class _Reader:
                 waited = (self._running, self._batches, self._calling, self._grading, self._pushing, self._waves)
                 for under_way in waited:
                     under_way.clear()  # their ends are not in the journal
+                record.servers.clear()  # those that are still there come up again
+                record.max_episodes = event.max_episodes
             case ev.TrajectoryGraded() if event.trajectory in self._grading:
                 free_at = 0.0
                 if len(self._graders) < record.graders:
@@ -178,7 +184,7 @@ class _Reader:
                 else:
                     free_at = heapreplace(self._graders, event.at)
                 record.grading_s.append(event.at - max(self._grading.pop(event.trajectory), free_at))
-                self._reward(event.trajectory, event.reward or 0.0)
+                self._reward(event.trajectory, math.nan if event.reward is None else event.reward)
             case ev.WeightPushFinished() if (event.instance, event.attempt) in self._pushing:
                 record.push_s.append(event.at - self._pushing.pop((event.instance, event.attempt)))
             case ev.WeightPushFailed():
@@ -220,10 +226,10 @@ class _Reader:
             before = self._turns[id][1]
             record.calls.setdefault(id, []).append(Call(before, event.at - since, event.num_tokens - before))
             self._turn_rewards.setdefault(id, []).append(event.reward)
-        if event.ended and id >= 0:
+        if (event.ended or event.failed) and id >= 0:
             record.lengths[id] = event.num_tokens
-        if event.graded:
-            self._reward(id, 0.0)
+        if event.graded or event.failed:
+            self._reward(id, math.nan if event.failed else 0.0)
 
     def _reward(self, id: TrajectoryId, reward: float) -> None:
         if id >= 0:
@@ -259,7 +265,8 @@ class _Reader:
                 if instance == command.instance:  # it has the KV
                     joined = batch.join(group, prompt=0, produced=command.num_tokens - read, at=at)
                 else:
-                    joined = batch.join(group, prompt=prompt, produced=command.num_tokens, at=at)
+                    own = max(0, self.record.prompt_of(command.trajectory) - 1)  # siblings share it
+                    joined = batch.join(group, prompt=prompt + own, produced=command.num_tokens - own, at=at)
                 self._running[command.trajectory] = (command, at, *joined)
             case cmd.CallEnvironment():
                 self._calling[command.trajectory] = command.attempt, at
@@ -302,8 +309,11 @@ def read_run(folder: Path) -> tuple[Workload, RecordedRun]:
 
 def _workload(record: RecordedRun) -> Workload:
     settings, size = record.settings, record.settings.group_size
+    rules = named(settings.orchestration)
     groups = sorted({t // size for t in record.lengths})
     whole = [g for g in groups if all(TrajectoryId(g * size + i) in record.rewards for i in range(size))]
+    if not whole:
+        raise ConfigError("--from: no group of the run has a reward or a failure for each of its answers")
     ids = [[TrajectoryId(g * size + i) for i in range(size)] for g in whole]
     own = [max(record.prompt_of(t) for t in row) for row in ids]
     prompts = tuple(record.prompts[g] + max(0, tokens - 1) for g, tokens in zip(whole, own, strict=True))
@@ -318,7 +328,11 @@ def _workload(record: RecordedRun) -> Workload:
             group_size=size,
             filter_zero_variance=settings.filter_zero_variance,
             max_top_up=settings.max_top_up,
-            orchestration=settings.orchestration,
+            rules=rules.rules,
+            without=rules.without,
+            refill=rules.refill,
+            calls=rules.calls,
+            max_episodes=record.max_episodes,
         ),
         lengths=LengthModel(
             regime="recorded",

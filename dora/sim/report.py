@@ -133,7 +133,7 @@ def table(found: Sequence[ReportRow], *, wide: bool) -> str:
     columns = [_cells(r, is_best=r.step_s == best[r.devices, r.strategy, r.rules, r.max_staleness]) for r in found]
     if not wide:
         columns = [
-            {name: c[name] for name in _NARROW} | {"strategy": _name(r)} for r, c in zip(found, columns, strict=True)
+            {name: c[name] for name in _NARROW} | {"strategy": title_of(r)} for r, c in zip(found, columns, strict=True)
         ]
     cells = [tuple(columns[0]), *(tuple(row.values()) for row in columns)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -180,13 +180,13 @@ def notes(found: Sequence[ReportRow]) -> list[str]:
     """Return the notes for the narrow table: the terms in it, and which constraints were violated."""
     lines = ["* fastest split; x limit: step time over its lower bound; stale: mean staleness; --wide: all columns"]
     for row in found:
-        name = f"{_name(row)}, K = {row.max_staleness}"
+        name = f"{title_of(row)}, K = {row.max_staleness}"
         lines += [f"{name}: broken by design: {_by_design(row)}"] * (_by_design(row) != "-")
         lines += [f"{name}: {row.violations} VIOLATIONS"] * (row.violations > 0)
     return lines
 
 
-def _name(row: ReportRow) -> str:
+def title_of(row: ReportRow) -> str:
     """Return the strategy, its rules unless they are its own, and what becomes of an adapter."""
     rules = row.rules.removeprefix("dora") if row.rules.startswith("dora") else f", {row.rules} rules"
     return row.strategy + rules + ADAPTERS[row.adapters]

@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 import msgspec
 
 from dora.core.orchestration import SWITCHES
+from dora.errors import ConfigError
 from dora.sim.limit import limit
 from dora.sim.measure import Result
 from dora.sim.workload import Workload, checked
@@ -32,6 +33,8 @@ def cases(
     """Return every combination once; an empty list keeps the workload's value. K applies to `dora` and `partial`;
     splits do not apply to `sync`, which uses all devices in both phases. Changing the number of instances keeps the
     trainer's devices. `ablate` adds to each case of `dora` one case per placement rule, with that rule turned off."""
+    if splits and instances:
+        raise ConfigError("--split, --instances: give one of them; instances are added to the trainer's devices")
     job, fleet = workload.job, workload.fleet
     variants = [(name, job.without) for name in rules or [job.rules]]
     if ablate:
@@ -44,7 +47,7 @@ def cases(
             continue
         rollout = fleet_size * fleet.devices_per_instance
         devices = fleet.devices - fleet.rollout_devices + rollout if rollout else fleet.devices
-        for split in splits if splits and not rollout else [rollout or fleet.rollout_devices]:
+        for split in splits or [rollout or fleet.rollout_devices]:
             one = workload.with_changes(
                 job={"strategy": strategy, "max_staleness": k, "rules": name, "without": without},
                 fleet={"devices": devices, "rollout_devices": split},

@@ -64,7 +64,7 @@ class JobModel(_Part, frozen=True):
     without: tuple[str, ...] = ()  #: placement rules to turn off
     refill: bool = False
     calls: Calls = "release"  #: what an answer holds while it calls a tool
-    orchestration: Orchestration | None = None  #: of a recorded run, in place of the four above
+    max_episodes: int = 0  #: unfinished answers for which environments have room; 0: any number
 
 
 class LengthModel(_Part, frozen=True):
@@ -76,7 +76,7 @@ class LengthModel(_Part, frozen=True):
     prompt_tokens: int = 200
     prompts: tuple[int, ...] = ()  #: recorded: tokens of each prompt
     answers: tuple[tuple[int, ...], ...] = ()  #: recorded: lengths of each prompt's answers
-    rewards: tuple[tuple[float, ...], ...] = ()  #: recorded: rewards of each prompt's answers
+    rewards: tuple[tuple[float, ...], ...] = ()  #: recorded: rewards of each prompt's answers; nan: none could be given
     calls: tuple[tuple[tuple[Call, ...], ...], ...] = ()
     """recorded: calls of each prompt's answers; empty: none. A call before the first token begins an episode: it gives
     the end of the prompt."""
@@ -168,8 +168,7 @@ class Workload(_Part, frozen=True):
     def orchestration(self) -> Orchestration:
         """The placement rules."""
         job = self.job
-        named = orchestration_of(job.rules, without=job.without, refill=job.refill, calls=job.calls)
-        return job.orchestration or named
+        return orchestration_of(job.rules, without=job.without, refill=job.refill, calls=job.calls)
 
     @property
     def is_shared(self) -> bool:
@@ -235,6 +234,12 @@ class Workload(_Part, frozen=True):
         return _NEVER if self.is_shared else max(120.0, 8 * self.fleet.report_s)
 
     @property
+    def grading_fails(self) -> bool:
+        """Whether answers may be left without a reward."""
+        none_given = any(math.isnan(reward) for row in self.lengths.rewards for reward in row)
+        return bool(self.grade.hang_share or self.grade.failure_share) or none_given
+
+    @property
     def has_calls(self) -> bool:
         """Whether answers call tools."""
         return self.tools.max_turns > 1 or bool(self.lengths.calls)
@@ -296,6 +301,7 @@ class Workload(_Part, frozen=True):
             eval_every=job.eval_every,
             orchestration=self.orchestration,
             call_limit_s=self.longest_call_s,
+            max_episodes=job.max_episodes,
             own_prompts=self.own_prompts,
             watchdog_s=self.watchdog_s,
             no_progress_s=_NEVER,
@@ -401,8 +407,9 @@ def _problems(workload: Workload) -> list[str]:
         )
     if any(len(row) != job.group_size for row in (*lengths.answers, *lengths.rewards)):
         return [f"lengths.answers, lengths.rewards: every prompt needs job.group_size = {job.group_size} of them"]
-    if any(not 0 <= n <= workload.cap for row in lengths.answers for n in row):
-        found.append(f"lengths.answers: no answer may exceed the token budget of {workload.cap}; raise lengths.cap")
+    cap = workload.cap
+    if any(not 0 <= n <= cap for row in lengths.answers for n in row):
+        found.append(f"lengths.answers: no answer may exceed the token budget of {cap}; raise lengths.cap")
     if job.strategy in ("oversample", "partial_sync") and job.oversample <= 1:
         found.append("job.oversample: must be above 1; to generate no surplus, use job.strategy `periodic` or `sync`")
     elif not workload.num_instances:

@@ -445,7 +445,7 @@ class World:
             latency += begin - self.now
         _, group, place = self._answer(order.trajectory)
         reward: float | None = group.rewards[place]
-        if hangs or (grade.failure_share and draw.random() < grade.failure_share):
+        if math.isnan(group.rewards[place]) or hangs or (grade.failure_share and draw.random() < grade.failure_share):
             reward = None
         if order.trajectory >= 0:
             tag = self._tags[GroupId(order.trajectory // self.settings.group_size)]

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_iter
 
-from dora.model_config import load_config
+from dora.model_config import is_of_experts, load_config
 from dora.trainer import model as policy
 from dora.trainer.adapters import Adapters
 from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
@@ -120,6 +120,8 @@ class Outline:
         self.parameters = _size(self._model)  #: number
         adapters = sum(p.numel() for name, p in self._model.named_parameters() if ".lora_" in name)
         self.published = self.parameters - adapters  #: number of those that a server has
+        named = self._model.named_parameters()
+        self.experts = sum(p.numel() for name, p in named if is_of_experts(name) and ".lora_" not in name)
         self._gatherable = self.parameters - absent[self._model]  # number on one rank
         self._trained = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
         self._moments = _moments(self._model, moments)

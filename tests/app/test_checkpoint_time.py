@@ -14,7 +14,7 @@ from dora.errors import ConfigError
 
 GB = 2**30
 #: A 32B of 64 layers.
-LARGE = Shapes(parameters=32_000_000_000, layers=64, kv_width=1024, kv_heads=8)
+LARGE = Shapes(parameters=32_000_000_000, experts=0, chosen=1.0, layers=64, kv_width=1024, kv_heads=8)
 ON_GPUS = (
     "engine.kind=sglang",
     "engine.device=cuda",

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from dora.app.estimate import Shapes, kv_bytes_per_token
 from dora.app.plan import ask
 from dora.cli.app import app
 from dora.config.load import load
 from dora.errors import ConfigError
+from dora.seed.policy import model_folder
 from dora.sim.plan import splits_of
 from dora.sim.recorded import read_run
 from dora.sim.workload import load as load_workload
@@ -134,6 +136,24 @@ def test_a_plan_for_an_adapter_says_whether_servers_hold_it(tmp_path: Path) -> N
     given = ask(config, None, gpus=None, overrides=["trainer.lora.rank=8", "engine.adapters=true"])
     assert given.workload.adapters.use == "served"
     assert ask(config, None, gpus=None, overrides=[]).workload.adapters.use == "none"
+
+
+@pytest.mark.parametrize("kv_tokens", [150_000, 10**9], ids=["fitting", "too many"])
+def test_slots_and_kv_are_those_of_a_server_as_it_is_configured(tmp_path: Path, kv_tokens: int) -> None:
+    config = tmp_path / "job.toml"
+    config.write_text(GPU_JOB)
+    chosen = ["model.path=seed", "engine.tensor_parallel=2", "engine.slots=64", f"engine.kv_tokens={kv_tokens}"]
+    question = ask(config, None, gpus="16x1GB", overrides=chosen)
+    shapes = Shapes.read(model_folder("seed"))
+    each = kv_bytes_per_token(shapes, dtype_bytes=4)
+    for width, slots in ((1, 32), (2, 64), (4, 128)):
+        fleet = question.workload.with_width(width).fleet
+        assert fleet.server.slots == slots
+        assert fleet.server.kv_tokens * each + 4 * shapes.parameters <= 0.9 * 2**30 * width
+    [server] = {question.workload.with_width(2).fleet.server}
+    changed = question.changes(question.workload)
+    assert (server.kv_tokens == kv_tokens) is ("engine.kv_tokens" not in changed) is (kv_tokens == 150_000)
+    assert changed.get("engine.kv_tokens", kv_tokens) == server.kv_tokens
 
 
 @pytest.mark.parametrize("override", ["weights.transfer=distributed", "rollout.strategy=partial_sync"])

@@ -257,6 +257,11 @@ def test_longer_answers_take_longer() -> None:
     assert [point.version for point in long.points] == [0, 1, 2, 3]
 
 
+def test_without_evaluations_between_the_first_and_the_last_version_are_scored() -> None:
+    made = learned(workload(steps=3), "eval.every=0")
+    assert [bool(point.rewards) for point in made.points] == [True, False, False, True]
+
+
 def test_what_cannot_be_simulated_is_refused_by_name(tmp_path: Path) -> None:
     for changes, says in (
         (("eval.sets=[]",), "eval.sets: a curve needs a held-out set"),

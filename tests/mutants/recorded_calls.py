@@ -24,7 +24,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "answers-that-calls-end-have-no-length",
-            "        if event.ended and id >= 0:\n            record.lengths[id] = event.num_tokens\n",
+            "        if (event.ended or event.failed) and id >= 0:\n            record.lengths[id] = event.num_tokens\n",
             "",
             _READ,
         ),

@@ -117,6 +117,26 @@ def test_charts_have_a_point_for_every_setting_and_shares_that_add_up() -> None:
     assert set(draw(made[:1], found[:1])) == {"staleness", "step-time", "timeline-dora-k1-8of12"}
 
 
+def test_settings_that_differ_in_rules_or_adapters_have_pictures_of_their_own() -> None:
+    found = cases(workload(), strategies=[], staleness=[], splits=[], instances=[], seeds=[0], rules=["dora", "paper"])
+    found += cases(
+        workload(job={"without": ("tail_care",)}), strategies=[], staleness=[], splits=[], instances=[], seeds=[0]
+    )
+    found += cases(
+        workload(adapters={"use": "served"}), strategies=[], staleness=[], splits=[], instances=[], seeds=[0]
+    )
+    made = rows(run(found, processes=1))
+    drawn = draw(made, found)
+    assert set(drawn) - {"staleness", "step-time"} == {
+        f"timeline-dora-{part}8of12" for part in ("k2-", "k2-paper-", "k2-dora-no_tail_care-", "served-k2-")
+    }
+    assert [title in drawn["timeline-dora-k2-paper-8of12"] for title in ("rules of paper", "tail_care")] == [
+        True,
+        False,
+    ]
+    assert len(shapes(step_time(made), "circle")) == len(made) == 4
+
+
 def test_charts_show_only_the_fastest_split() -> None:
     found = cases(workload(), strategies=[], staleness=[], splits=[11, 3, 6], instances=[], seeds=[0])
     made = rows(run(found, processes=1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -21,7 +22,7 @@ from dora.journal.run_folder import RunFolder
 from dora.journal.writer import JournalWriter
 from dora.sim.measure import Result
 from dora.sim.recorded import Timed, _Batch, _Reader, fit_times, read_run
-from dora.sim.workload import Workload
+from dora.sim.workload import Workload, with_overrides
 from tests.core.world import Faults, run
 from tests.sim.worlds import simulate, workload
 
@@ -129,6 +130,39 @@ def test_a_run_that_trained_too_little_cannot_be_simulated(tmp_path: Path) -> No
     folder, _ = record(workload(), tmp_path, steps=1)
     with pytest.raises(ConfigError, match="has trained 1 steps"):
         read_run(folder.root)
+
+
+def test_servers_that_left_are_not_simulated(tmp_path: Path) -> None:
+    one = workload("periodic", k=0)
+    _, world, journal = simulate(one)
+    left = [InstanceId(len(world.instances) + i) for i in range(2)]
+    come = [(ev.InstanceUp(0.0, id, 1, 16, 8_000), []) for id in left]
+    found, _ = read_run(
+        write([*come, *((ev.InstanceRemoved(0.0, id), []) for id in left), *journal], world.settings, tmp_path).root
+    )
+    assert found.num_instances == one.num_instances
+    again = [(ev.ControllerRestarted(0.0, 1, {}), []), *((event, orders) for event, orders in journal)]
+    (tmp_path / "resumed").mkdir()
+    found, _ = read_run(write([*come, *again], world.settings, tmp_path / "resumed").root)
+    assert found.num_instances == one.num_instances
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {}, {"rules": "paper"}, {"rules": "psrl", "calls": "keep"}, {"refill": True, "without": ("tail_care",)},
+        {"rules": "areal", "without": ("consolidation", "hysteresis"), "calls": "pinned"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_rules_of_a_run_are_read_by_their_names_and_can_be_changed(tmp_path: Path, job: dict[str, Any]) -> None:
+    one = workload(job={"steps": 4} | job)
+    folder, _ = record(one, tmp_path)
+    found, _ = read_run(folder.root)
+    assert found.orchestration == one.orchestration
+    assert (found.job.rules, found.job.calls) == (one.job.rules, one.job.calls)
+    assert with_overrides(found, ['job.calls="keep"']).orchestration.calls == "keep"
+    assert with_overrides(found, ['job.rules="paper"']).orchestration.window == "fixed"
 
 
 @pytest.mark.parametrize("text", ["task = 3", '[task]\ngraders = "many"', "[task]\ngraders = 0"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,44 @@ def test_a_server_that_has_the_answer_reads_only_the_result(instance: int, lost:
         entries.insert(3, (ev.InstanceLost(1.7, InstanceId(0), 1, {}, "gone"), []))
     found = _Reader(workload().settings(), graders=1).read(entries)
     assert found.requests[-1] == Timed(tokens=30, batch=pytest.approx(5 / 3), read=read, seconds=3.0)
+
+
+def test_a_run_keeps_the_number_of_episodes_for_which_its_hosts_had_room(tmp_path: Path) -> None:
+    slow = CALLS | {"latency_median_s": 20.0}
+    folder, own = record(workload(k=1, tools=slow, job={"max_episodes": 16, "steps": 12}), tmp_path)
+    found, _ = read_run(folder.root)
+    assert found.settings().max_episodes == 16
+    bound, free = (simulate(found.with_changes(job={"max_episodes": most}))[0] for most in (16, 0))
+    assert bound.step_s == pytest.approx(own.step_s, rel=0.05)
+    assert free.step_s < 0.7 * own.step_s
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3])
+def test_groups_of_episodes_that_failed_are_simulated_with_their_failures(tmp_path: Path, share: float) -> None:
+    world = run(seed=1, slots=4, token_s=0.05, steps=8, calls=0.9, group_size=4, faults=Faults(call_fails=share))
+    found, _ = read_run(write(world.journal, world.settings, tmp_path).root)
+    ended = {e.trajectory for e, _ in world.journal if isinstance(e, ev.GenerationFinished | ev.TrajectoryGraded)}
+    failed = {e.trajectory for e, _ in world.journal if isinstance(e, ev.CallFinished) and e.failed}
+    groups = {t // 4 for t in ended | failed if all(4 * (t // 4) + i in ended | failed for i in range(4))}
+    assert len(found.lengths.answers) == len(groups) > 8
+    assert sum(math.isnan(reward) for row in found.lengths.rewards for reward in row) >= len(failed) // 2 > 0
+    _, simulated, journal = simulate(found)
+    assert audit_entries(simulated.settings, journal).ok
+    assert any(isinstance(event, ev.TrajectoryGraded) and event.reward is None for event, _ in journal)
+
+
+def test_siblings_read_their_own_prompt_once() -> None:
+    """Two siblings with an own prompt of 51 tokens each, one after the other on one server."""
+    entries: list[tuple[ev.Event, list[cmd.Command]]] = [
+        (ev.PromptsArrived(0.0, 0, (0,), False), [cmd.CallEnvironment(TrajectoryId(t), 1) for t in (0, 1)]),
+        (ev.CallFinished(1.0, TrajectoryId(0), 1, 51), [cmd.Generate(TrajectoryId(0), 2, InstanceId(0), 0, 51)]),
+        (ev.CallFinished(2.0, TrajectoryId(1), 1, 51), [cmd.Generate(TrajectoryId(1), 2, InstanceId(0), 0, 51)]),
+        (ev.GenerationFinished(5.0, TrajectoryId(0), 2, 60, False, ()), []),
+        (ev.GenerationFinished(6.0, TrajectoryId(1), 2, 60, False, ()), []),
+    ]
+    settings = msgspec.structs.replace(workload().settings(), own_prompts=True)
+    found = _Reader(settings, graders=1).read(entries)
+    assert [(request.tokens, request.read) for request in found.requests] == [(9, 52), (9, 1)]
 
 
 def test_an_answer_whose_last_call_ends_it_is_complete_with_its_result() -> None:

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from dora.core.orchestration import SWITCHES
+from dora.errors import ConfigError
 from dora.sim.report import notes, rows, table
 from dora.sim.sweep import cases, run, simulate
 from tests.sim.worlds import workload
@@ -38,6 +39,11 @@ def test_a_sweep_runs_every_setting_once_per_seed() -> None:
 def test_another_fleet_size_keeps_the_trainers_devices() -> None:
     found = cases(workload(), strategies=[], staleness=[], splits=[], instances=[4, 16], seeds=[0])
     assert [(w.num_instances, w.train_devices) for w, _ in found] == [(4, 4), (16, 4)]
+
+
+def test_a_split_and_a_number_of_instances_are_not_given_together() -> None:
+    with pytest.raises(ConfigError, match=r"^--split, --instances: give one of them"):
+        cases(workload(), strategies=[], staleness=[], splits=[6], instances=[4], seeds=[0])
 
 
 def test_many_processes_give_the_same_results_as_one() -> None:

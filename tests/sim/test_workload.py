@@ -55,6 +55,13 @@ def test_an_impossible_workload_is_an_error_that_names_the_field(
         checked(Workload().with_changes(**changes), origin="there")
 
 
+def test_many_recorded_answers_without_a_cap_are_checked_in_one_pass() -> None:
+    """Each look at the cap goes through all answers: 20,000 looks would take minutes."""
+    rows = ((9,) * 8,) * 2_500
+    many = {"regime": "recorded", "prompts": (5,) * 2_500, "answers": rows, "rewards": ((1.0,) * 8,) * 2_500}
+    assert checked(Workload().with_changes(lengths=many), origin="there").cap == 9
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
