@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import pytest
 
+from dora.config.load import load
 from dora.config.schema import Config, EngineConfig, RolloutConfig
 from dora.engine.api import GenerateRequest
-from dora.engine.engines import open_engine, require_engine
+from dora.engine.engines import installed_release, open_engine, require_engine
 from dora.engine.errors import PushFailed, ServerGone
 from dora.engine.names import UNCONFIRMED
 from dora.engine.sglang.client import EngineClient
@@ -23,6 +24,7 @@ from dora.engine.sglang.engine import SglangEngine
 from dora.engine.sglang.probe import probe
 from dora.engine.sglang.push import push
 from dora.engine.sglang.target import PushTarget
+from dora.errors import ConfigError
 from dora.weights.store import VersionStore
 
 SERVE = """
@@ -132,6 +134,14 @@ async def test_an_external_server_is_spoken_to_in_the_same_way_whatever_the_kind
     async with open_engine(config, max_connections=1, vocab_size=64) as engine:
         assert (await engine.examine(url, timeout_s=30)).label == "run/0"
         assert (await engine.generate(url, REQUEST, Tokens())).num_tokens == 24
+
+
+@pytest.mark.skipif(bool(installed_release("sglang")), reason="SGLang is installed")
+def test_a_controller_whose_nodes_have_the_servers_needs_no_sglang() -> None:
+    config = load(None, ["engine.kind=sglang", "engine.device=cuda"], environ={})
+    with pytest.raises(ConfigError, match=r"^engine\.kind: sglang is not installed"):
+        require_engine(config)
+    require_engine(load(None, ["engine.kind=sglang", "engine.device=cuda", "nodes.expected=2"], environ={}))
 
 
 async def test_both_forms_of_stream_give_the_same_tokens_and_logprobs(
