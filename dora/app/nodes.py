@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -134,8 +134,8 @@ class NodeVersions:
     def hold(self, manifest: Manifest) -> None:
         self.cluster.spread.hold(manifest)
 
-    async def fetch(self, version: VersionId) -> None:
-        await self.cluster.spread.fetch(version)
+    async def fetch(self, version: VersionId, *, may_wait: Callable[[], bool]) -> None:
+        await self.cluster.spread.fetch(version, may_wait=may_wait)
 
     def release(self, version: VersionId) -> None:
         self.cluster.spread.release(version)
@@ -152,5 +152,5 @@ class NodeVersions:
         return folders[0]
 
     async def own_folder(self, version: VersionId) -> Path:
-        await self.fetch(version)
+        await self.cluster.spread.fetch(version)
         return await asyncio.to_thread(self.store.folder, version)

@@ -6,7 +6,6 @@ epoch; no process has been started. The exit stack closes everything in reverse 
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import shutil
 import time
@@ -59,7 +58,7 @@ from dora.observe.lanes import Lanes
 from dora.observe.observed import Folded, Observed
 from dora.transport.controller_end import ControllerEnd
 from dora.transport.messages import CheckpointWritten
-from dora.weights.fence import raise_fence
+from dora.weights.fence import raise_fence, raise_fence_patiently
 from dora.weights.store import (
     MANIFEST,
     Manifest,
@@ -353,10 +352,7 @@ class Opened:
 
     async def fence_ranks(self, incarnation: int) -> None:
         """Let only ranks of this incarnation make anything visible, and find out where they start."""
-        try:
-            await asyncio.to_thread(raise_fence, self.folder.fence, epoch=self.term, incarnation=incarnation)
-        except OSError as err:
-            raise RunFailed(f"{self.folder.fence}: cannot be written ({err.strerror})") from err
+        await raise_fence_patiently(self.folder.fence, epoch=self.term, incarnation=incarnation)
         self.start = resuming.start_again(self.folder, self.job.state)
 
     def rollout_writer(self, recorder: Recorder) -> RolloutWriter:

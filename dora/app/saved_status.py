@@ -8,6 +8,7 @@ run goes on if the file cannot be written.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
@@ -20,7 +21,7 @@ import msgspec
 from dora import files, foreign
 from dora.errors import ConfigError, DoraError
 from dora.journal.run_folder import RunFolder
-from dora.node.holder import is_held_here, was_held_here
+from dora.node.holder import Holder, is_held_here, was_held_here
 from dora.observe.groups import GroupRow
 from dora.observe.sentence import ENDED, sentence
 from dora.observe.snapshot import Snapshot
@@ -42,6 +43,7 @@ class SavedStatus(msgspec.Struct, frozen=True):
     url: str  #: address of the status endpoint, while the run goes on
     snapshot: Snapshot
     groups: tuple[GroupRow, ...] = ()  #: the step being formed
+    holder: Holder | None = None  #: who has written it
 
 
 @asynccontextmanager
@@ -49,13 +51,13 @@ async def saved_status(
     path: Path, snapshot: Callable[[], Snapshot], *, url: str, groups: Callable[[], Iterable[GroupRow]] = tuple
 ) -> AsyncIterator[None]:
     """Keep the file up to date while the context is open, and write the last status at its end."""
-    closing = asyncio.Event()
+    closing, holder = asyncio.Event(), Holder.of(os.getpid())
 
     async def save() -> None:
         is_last = False
         while not is_last:
             is_last = closing.is_set()
-            saved = SavedStatus(time.time(), url, snapshot(), tuple(groups()))
+            saved = SavedStatus(time.time(), url, snapshot(), tuple(groups()), holder)
             await asyncio.to_thread(_write, path, msgspec.json.encode(saved))
             with suppress(TimeoutError):
                 async with asyncio.timeout(SAVE_EVERY_S):

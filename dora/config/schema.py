@@ -308,7 +308,8 @@ class TrainerConfig(Section):
     checkpoint_every: Positive = 10
     """Number of steps between resumable checkpoints. A clean stop writes one too."""
     stop_timeout_s: Seconds = 600.0
-    """How long a clean stop (Ctrl-C) waits for the trainer's checkpoint. A second Ctrl-C ends the run at once."""
+    """How long a clean stop (Ctrl-C) waits for the trainer's checkpoint and, meanwhile, for calls of environments. A
+    second Ctrl-C ends the run at once."""
     start_timeout_s: Seconds = 180.0
     """Time in which all ranks must report READY."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,7 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import VersionId
 from dora.core.versions import Window
+from dora.errors import RunFailed
 from dora.journal.commits import Commits
 from dora.weights.checkpoints import drop
 from dora.weights.store import Manifest, StoreError, StoreFull, VersionLost, VersionStore
@@ -65,6 +67,7 @@ class Copies:
         self._drop_elsewhere = drop_elsewhere
         self._copies: dict[VersionId, asyncio.Task[None]] = {}  # in progress, by version
         self._gives_up_at: float | None = None  # by the event loop's clock; None until the run ends
+        self._not_received: dict[VersionId, str] = {}  # why, of versions that only nodes have had
         self._only_in_memory: set[VersionId] = set()  # versions for which there was no space until the end
 
     def publish(self, event: ev.VersionPublished, *, position: int) -> None:
@@ -81,13 +84,18 @@ class Copies:
         self._holders.hold(Manifest(event.version, event.files, event.num_bytes, event.chain))
 
     async def keep_result(self, event: ev.Event) -> None:
-        """Copy the final version before FinishRun is journaled: no resume would write the version again."""
+        """Copy the final version before FinishRun is journaled: no resume would write the version again.
+
+        No event is handled meanwhile. RunFailed if this host cannot receive the version, even after LAST_COPIES_S.
+        """
         self.end()
         version = self._window.newest
         if isinstance(event, ev.VersionPublished) and event.files:
             self._hold(event)
         if version is not None and not (isinstance(event, ev.VersionPublished) and not event.files):
             await (self._copies.get(version) or self._copy(version))
+            if problem := self._not_received.get(version):
+                raise RunFailed(f"the last {problem}; continue with --resume, which has the ranks write it again")
 
     def end(self) -> None:
         """Wait for space for at most LAST_COPIES_S from now on, because the run is ending."""
@@ -116,7 +124,12 @@ class Copies:
     async def _copy(self, version: VersionId) -> None:
         """Make a durable copy for a resume and the audit; on failure, log an error and let the run continue."""
         pause_s = COPY_PAUSE_S
-        await self._holders.fetch(version)
+        try:
+            await self._holders.fetch(version, may_wait=partial(self._may_wait, version))
+        except StoreError as err:
+            log.error("version_not_durable", version=version, reason=str(err))
+            self._not_received[version] = str(err)
+            return
         while self._keeps(version):
             try:
                 await asyncio.to_thread(self._store.copy_durable, version)

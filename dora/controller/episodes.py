@@ -139,11 +139,10 @@ class Episodes:
         self._unwanted: set[TrajectoryId] = set()  # to be closed after their call
         self._closing: set[asyncio.Task[None]] = set()
 
-    @property
-    def are_awaited(self) -> bool:
-        """Whether a clean stop waits for calls under way: not if they can be repeated, and not for agents, which may
-        take as long as they like."""
-        return not (self._pool.can_replay or self._own_prompts)
+    def is_awaited(self, trajectory: TrajectoryId) -> bool:
+        """Whether a clean stop waits for a call under way: not if it can be repeated, not for agents, which may take as
+        long as they like, and not without a place in a host, which it may never get."""
+        return not (self._pool.can_replay or self._own_prompts or trajectory in self._pool.without_place)
 
     async def __call__(self, order: cmd.CallEnvironment) -> ev.Event:
         """Give a turn to the environment, and append its observation; or begin an episode that has its own prompt."""
@@ -417,7 +416,9 @@ def _is_as_recorded(
 class NoEpisodes:
     """A replacement for `Episodes` in runs without an environment."""
 
-    are_awaited = False
+    def is_awaited(self, trajectory: TrajectoryId) -> bool:
+        """There is no call."""
+        return False
 
     def close(self, trajectories: Iterable[TrajectoryId]) -> None:
         """Do nothing."""

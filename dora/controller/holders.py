@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,8 +16,8 @@ class Holders(Protocol):
     def hold(self, manifest: Manifest) -> None:
         """Have all of them receive a version that is published."""
 
-    async def fetch(self, version: VersionId) -> None:
-        """Bring a version into the store of this host."""
+    async def fetch(self, version: VersionId, *, may_wait: Callable[[], bool]) -> None:
+        """Bring a version into the store of this host. StoreError if it does not come, and `may_wait` is false."""
 
     async def folder(self, instance: InstanceId, version: VersionId) -> Path:
         """Return the folder of a version, as an instance sees it, once it is there; RemoteError or StoreError."""
@@ -36,7 +37,7 @@ class OwnStore:
 
     def hold(self, manifest: Manifest) -> None: ...
 
-    async def fetch(self, version: VersionId) -> None: ...
+    async def fetch(self, version: VersionId, *, may_wait: Callable[[], bool]) -> None: ...
 
     async def folder(self, instance: InstanceId, version: VersionId) -> Path:
         return await self.own_folder(version)

@@ -8,7 +8,8 @@ until the event that caused them is on the disk. An unexpected error in any task
                                                    │
                                                    └──▶ journal, observer (metrics, status)
 
-Shutdown order: stop taking orders, end effects, checkpoint, journal; then the callers close sockets and processes.
+Shutdown order: stop taking orders, end requests, checkpoint and calls, journal; then the callers close sockets and
+processes.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Controller:
         now: Callable[[], float],
         stop_timeout_s: float = 600.0,
     ) -> None:
-        """`beside`: other parts with loops to run. `stop_timeout_s`: limit on the checkpoint of a clean stop."""
+        """`beside`: other parts with loops to run. `stop_timeout_s`: limit on a clean stop."""
         self.state = state
         self._inbox = inbox
         self._in_flight = in_flight
@@ -183,34 +184,35 @@ class Controller:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     async def _shut_down(self) -> None:
-        """End requests first, so that the token log is complete; then wait for the checkpoint."""
+        """End requests first, so that the token log is complete; then wait for the checkpoint and for calls."""
         self._orders.copies.end()
         self._in_flight.cancel()
-        await self._end_calls()
         if self._error is None:
-            await self._save_checkpoint()
+            await self._finish()
         self._tasks.cancel()
         while (event := self._inbox.take_now()) is not None:
             await self._apply(event)
 
+    async def _finish(self) -> None:
+        """Wait for the last checkpoint and, at the same time, for calls, at most `stop_timeout_s`."""
+        last = [
+            self._tasks.background(self._save_checkpoint(), name="last-checkpoint"),
+            self._tasks.background(self._end_calls(), name="calls"),
+        ]
+        ended = asyncio.create_task(asyncio.wait(last), name="last")
+        while not ended.done():  # a step that is trained now must be journaled
+            if (event := await self._inbox.take_until(ended)) is not None:
+                await self._apply(event)
+
     async def _end_calls(self) -> None:
-        """Wait for calls of environments that would be lost; they have time limits."""
-        if self._orders.calls and self._error is None:
-            ended = asyncio.create_task(asyncio.wait([*self._orders.calls]), name="calls")
-            while not ended.done():
-                if (event := await self._inbox.take_until(ended)) is not None:
-                    await self._apply(event)
+        """Wait for calls of environments that would be lost."""
+        if calls := self._orders.awaited_calls():
+            await asyncio.wait(calls, timeout=self._stop_timeout_s)
 
     async def _save_checkpoint(self) -> None:
-        """Wait for a checkpoint of the last step; at the end of a job the trainer writes one unasked."""
+        """Have the trainer write a checkpoint of the last step; at the end of a job it writes one unasked."""
         feed = self.state.feed
         if self.state.finished and max(feed.checkpoints) >= feed.trained:
             return
-        checkpoint = asyncio.create_task(
-            self._trainer.checkpoint(timeout_s=self._stop_timeout_s), name="last-checkpoint"
-        )
-        while not checkpoint.done():  # a step that is trained now must be journaled
-            if (event := await self._inbox.take_until(checkpoint)) is not None:
-                await self._apply(event)
-        if not checkpoint.result():
+        if not await self._trainer.checkpoint(timeout_s=self._stop_timeout_s):
             log.warning("no_checkpoint", after_s=self._stop_timeout_s)

@@ -54,7 +54,7 @@ class Orders:
     tasks: RunTasks
     restart: Callable[[cmd.RestartTrainer], None] | None = None  #: None: there is no trainer
     episodes: Episodes | NoEpisodes = field(default_factory=NoEpisodes)
-    calls: set[asyncio.Task[None]] = field(default_factory=set)  #: of environments, under way, which a stop waits for
+    calls: dict[asyncio.Task[None], TrajectoryId] = field(default_factory=dict)  #: of environments, under way
     _takes_work: bool = True
     _trains: bool = True
     _failed: set[GroupId] = field(default_factory=set)  #: groups, some of whose answers may still be open
@@ -73,6 +73,10 @@ class Orders:
         """Start no more work and, unless `trains`, send no more waves."""
         self._takes_work = False
         self._trains = self._trains and trains
+
+    def awaited_calls(self) -> list[asyncio.Task[None]]:
+        """Return the calls under way for which a clean stop waits."""
+        return [task for task, trajectory in self.calls.items() if self.episodes.is_awaited(trajectory)]
 
     # -- work: a task that emits one event ----------------------------------------------------------------------------
 
@@ -112,9 +116,9 @@ class Orders:
     def _call(self, order: cmd.CallEnvironment, position: int) -> None:
         self._record(order.trajectory)
         task = self._begin(order, after=position)
-        if task is not None and self.episodes.are_awaited:
-            self.calls.add(task)
-            task.add_done_callback(self.calls.discard)
+        if task is not None:
+            self.calls[task] = order.trajectory
+            task.add_done_callback(self.calls.pop)
 
     # -- commands that take effect at once ----------------------------------------------------------------------------
 

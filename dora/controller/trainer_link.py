@@ -83,7 +83,8 @@ class _Start:
     outbox: asyncio.Queue[tuple[int, list[wire.MicroBatch]]] = field(default_factory=lambda: asyncio.Queue(OUTBOX_SIZE))
     ready: dict[int, StepId] = field(default_factory=dict)
     skipped: dict[str, None] = field(default_factory=dict)  # why checkpoints could not be loaded
-    all_ready: asyncio.Event = field(default_factory=asyncio.Event)
+    all_loaded: asyncio.Event = field(default_factory=asyncio.Event)  # all have reported ready
+    all_ready: asyncio.Event = field(default_factory=asyncio.Event)  # and what they need is recalled
     waves_done: Counter[int] = field(default_factory=Counter)  # by rank
     waves_emitted: int = 0
     next_step: int = 0  # that rank 0 has not trained
@@ -129,6 +130,7 @@ class TrainerLink:
     recall: Callable[[StepId], Awaitable[None]] | None = None
     _start: _Start = field(init=False)
     _restarts: asyncio.Queue[cmd.RestartTrainer] = field(default_factory=asyncio.Queue)
+    _recalling: asyncio.Task[None] | None = None  # the latest
     _checkpoint: asyncio.Event = field(default_factory=asyncio.Event)
     _is_ending: bool = False  # the last checkpoint was requested
     _last_step: int = 0  # that of the last checkpoint; one that is being written may come before it
@@ -204,7 +206,7 @@ class TrainerLink:
                     start.owners += [rank] * order.owns_checkpoints
                 await self.end.send(rank, order)
             async with asyncio.timeout(self.start_timeout_s):
-                await start.all_ready.wait()
+                await start.all_loaded.wait()
         except TimeoutError:
             missing = ", ".join(str(rank) for rank in range(start.num_ranks) if rank not in start.ready)
             late = f"ranks {missing} did not load the model within {self.start_timeout_s:g} s"
@@ -358,14 +360,24 @@ class TrainerLink:
             raise RunFailed(f"trainer ranks disagree on the step to resume at: {self._start.ready}")
         [step] = steps
         self._start.next_step = step
-        if self.recall is not None and self._start.incarnation:
-            await self.recall(step)
+        self._start.all_loaded.set()
+        if self._start.incarnation:
+            self._recalling = asyncio.create_task(self._recall(step, after=self._recalling), name="recall")
+            await asyncio.shield(self._recalling)
         self._start.all_ready.set()
         if message.note:
             self.tell(message.note)
         for reason in self._start.skipped:
             self.tell(f"{reason}; the trainer continues from step {message.next_step + 1}")
         await self.emit(ev.TrainerReady(self.now(), step))
+
+    async def _recall(self, step: StepId, *, after: asyncio.Task[None] | None) -> None:
+        """Recall what ranks need: a file that grows with the run is read, within `run.no_progress_s`. The
+        thread that reads cannot be ended: if the ranks are lost meanwhile, the next recall waits for it."""
+        if after is not None:
+            await after
+        if self.recall is not None:
+            await self.recall(step)
 
     async def _emit_script(self) -> None:
         """Emit events in the order of rank 0's messages; the event of a wave waits for all ranks to complete it, and

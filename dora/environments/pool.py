@@ -77,6 +77,7 @@ class EnvironmentPool:
             for number in range(settings.hosts)
         ]
         self._episodes: dict[int, _Episode] = {}
+        self.without_place: set[int] = set()  #: episodes that wait for one to begin
         self._waiting: deque[asyncio.Future[_Slot]] = deque()  # `start`, for a place
         self._closing: set[asyncio.Task[None]] = set()
         self._failures = Failures(limits, field=field)
@@ -146,10 +147,13 @@ class EnvironmentPool:
         """
         if name in self.set_aside:
             return EnvironmentFailed("set_aside", one_line(f"{name} is set aside; it failed: {self.set_aside[name]}"))
+        self.without_place.add(episode)
         try:
             slot = await self._place()
         except TimeoutError:
             return EnvironmentFailed("no_place", f"no place in a host for {PLACE_TIMEOUT_S:g} s")
+        finally:
+            self.without_place.discard(episode)
         try:
             host = await slot.ready()
         except BaseException:

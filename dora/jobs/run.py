@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import psutil
 
-from dora.app.saved_status import WITHOUT_NOTICE, ended_without_notice, read_status
+from dora.app.saved_status import WITHOUT_NOTICE, ended_without_notice, read_saved, read_status
 from dora.config.load import dump
 from dora.config.schema import Config
 from dora.errors import ConfigError, DoraError, RunFailed
@@ -121,13 +121,11 @@ class Run:
         return found
 
     def _has_status(self, folder: RunFolder) -> bool:
-        """Return whether there is a status of this process; that of the process before a resume is older than the
-        lock."""
-        if self.pid is None:
+        """Return whether there is a status of this process, and not only of the one before a resume."""
+        if self.pid is None or self.started is None:
             return folder.status.exists() or not folder.output.exists()
-        with suppress(FileNotFoundError):
-            return folder.status.stat().st_mtime_ns > folder.lock.stat().st_mtime_ns
-        return False
+        writer = read_saved(self.folder).holder if folder.status.exists() else None
+        return writer is not None and writer.is_process(self.pid, self.started)
 
     def metrics(self) -> Rows:
         """Return a row for each trained step (docs/METRICS.md)."""

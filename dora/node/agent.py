@@ -113,8 +113,8 @@ class _Agent:
             except DoraError as err:
                 await self._end.send(address, self._join(problem=str(err)))
                 raise
-            self._heard_at[address] = time.monotonic()  # a download may take longer than the lease
         await member.change_controller(welcome, controller=address.rpartition(":")[0])
+        self._heard_at[address] = time.monotonic()  # a download, or a full disk, may take longer than the lease
         self._settings.tell(f"takes part in {welcome.run_id}; logs: {member.logs}")
         self._member, self._term, self._followed = member, welcome.term, address
         self._changed.set()

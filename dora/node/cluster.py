@@ -24,6 +24,7 @@ from typing import Any, Final
 import structlog
 from msgspec.structs import replace
 
+from dora import files
 from dora.config.load import dump
 from dora.config.schema import Config
 from dora.core.ids import InstanceId
@@ -99,6 +100,7 @@ class Cluster:
         self._dumped = dump(config)
         self._checks: dict[int, asyncio.Task[None]] = {}  # of addresses, by place
         self._running: asyncio.Task[None] | None = None
+        self._is_saved = True
         self._free: set[bytes] | None = None  # after the end: the nodes that look for another controller
         self.changes = Changes()
         self.places = Places(config, known=settings.known, removed=settings.removed, now=time.monotonic())
@@ -187,7 +189,21 @@ class Cluster:
                     await self._hub.send(place.identity, Beat(term=self._settings.term, serial=place.serial))
                     if place.orders is not None and place.report is not None and place.report.serial != place.serial:
                         await self._hub.send(place.identity, place.orders)
+            if not self._is_saved:
+                self._save()
             await asyncio.sleep(BEAT_S)
+
+    def _save(self) -> None:
+        """Save the places of nodes; on a full disk, it is tried again every BEAT_S."""
+        try:
+            self._settings.save(self.places.known())
+            self._is_saved = True
+        except OSError as err:
+            if not files.is_full(err):
+                raise
+            if self._is_saved:
+                log.warning("nodes_not_saved", reason=err.strerror)
+            self._is_saved = False
 
     async def _follow_changes(self) -> None:
         """Send new orders whenever they differ from the last ones."""
@@ -245,7 +261,7 @@ class Cluster:
                 self._lose(place, "its process was started again")
             place.name, place.identity, place.lost = join.name, identity, "it has not reported yet"
             place.joined_at = time.monotonic()
-            self._settings.save(self.places.known())
+            self._save()
         place.heard_at = time.monotonic()
         await self._welcome(place)
 
@@ -395,5 +411,5 @@ class Cluster:
         place.lost = "the node has left"
         for other in self.places.group_of(place):
             other.first_instance = None
-        self._settings.save(self.places.known())
+        self._save()
         self.changes.tell()

@@ -36,6 +36,10 @@ class Holder(msgspec.Struct, frozen=True):
         """Describe a process of this host."""
         return cls(pid, round(_started(pid)), socket.gethostname())
 
+    def is_process(self, pid: int, started: int) -> bool:
+        """Whether it is the process of this number that began then."""
+        return self.pid == pid and abs(self.started - started) <= _SAME_START_S
+
     @property
     def is_here(self) -> bool:
         """Whether the process is, or was, on this host."""
@@ -67,14 +71,13 @@ def _works_on(process: psutil.Process, lock: Path) -> bool:
 def hold_run(lock: Path) -> Iterator[None]:
     """Lock a run as `lease.hold` does, and write who holds it; after a ConfigError, who held it before."""
     with hold(lock) as held:
-        before, at = held.read(_MAX_BYTES), os.fstat(held.fileno())
+        before = held.read(_MAX_BYTES)
         note_holder(lock, Holder.of(os.getpid()))
         try:
             yield
         except ConfigError:
             if before:
                 _write(lock, before)
-                os.utime(held.fileno(), ns=(at.st_atime_ns, at.st_mtime_ns))
             raise
 
 

@@ -49,7 +49,7 @@ from dora.transport.node_messages import (
     Report,
     ServerOrder,
 )
-from dora.weights.fence import raise_fence
+from dora.weights.fence import raise_fence_patiently
 from dora.weights.relay import Relay
 from dora.weights.source import VersionSource
 from dora.weights.store import Manifest, StoreError, VersionStore, choose_memory_root, claim, sweep_orphans
@@ -170,7 +170,7 @@ class Member:
         """Follow this controller: the ranks of an earlier one end, servers go on."""
         self.config, self.first_instance, self._orders = parse(welcome.config), welcome.first_instance, None
         self._controller = controller
-        await asyncio.to_thread(raise_fence, Path(self._paths.fence), epoch=welcome.term)
+        await raise_fence_patiently(Path(self._paths.fence), epoch=welcome.term)
         await self._ranks.close()
 
     def report(self, term: int, *, is_leaving: bool) -> Report:
@@ -261,7 +261,7 @@ class Member:
         orders = self._orders.ranks
         assert orders is not None, "there are orders to start them"
         fence = Path(self._paths.fence)
-        await asyncio.to_thread(raise_fence, fence, epoch=self._orders.term, incarnation=orders.incarnation)
+        await raise_fence_patiently(fence, epoch=self._orders.term, incarnation=orders.incarnation)
         await asyncio.to_thread(self._store.unstage)
         for name, wanted in orders.checkpoints.items():
             sources = partial(tuple, tuple(map(self._reachable, wanted.sources)))

@@ -8,7 +8,7 @@ the durable copy.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import structlog
 
 from dora.core.ids import VersionId
 from dora.errors import RemoteError
-from dora.node.place import Changes, Place
+from dora.node.place import ALIVE_S, Changes, Place
 from dora.node.sources import Stock, choose, last_known
 from dora.transport.node_messages import FolderOrder, RelaySource
 from dora.weights.merging import has_recipe
@@ -92,8 +92,11 @@ class Spread:
             self._own[version] = Stock.ALL
         self._changes.tell()
 
-    async def fetch(self, version: VersionId) -> None:
-        """Bring a version into this host's store, unless it is there, or is released meanwhile."""
+    async def fetch(self, version: VersionId, *, may_wait: Callable[[], bool] = lambda: True) -> None:
+        """Bring a version into this host's store, unless it is there, or is released meanwhile.
+
+        StoreError if it cannot be received, and `may_wait` does not allow another attempt.
+        """
         if self._own.get(version) is Stock.ALL and (base := self._base(version)) is not None:
             with suppress(StoreError):
                 await self._relay.offer_delta(version, base)
@@ -101,23 +104,43 @@ class Spread:
             if holding is Stock.SOME:  # another call receives it: the version was published again meanwhile
                 await self._changes.until(lambda: self._own.get(version) is not Stock.SOME)
                 continue
-            self._own[version] = Stock.SOME
-            try:
-                await self._changes.until(lambda: version not in self._own or bool(self._own_sources(version)))
-                if version in self._own:
-                    sources = last_known(partial(self._own_sources, version))
-                    await self._relay.fetch(
-                        self._manifests[version], sources, base=self._base(version), model=self._model
-                    )
-                    self._own[version] = Stock.ALL
-                    self._changes.tell()
-            except StoreError as err:
-                log.warning("version_not_received", version=version, reason=str(err))
-                await asyncio.sleep(FETCH_PAUSE_S)
-            finally:
-                if self._own.get(version) is Stock.SOME:
-                    self._own[version] = Stock.NOTHING
-                    self._changes.tell()
+            problem = await self._attempt(version, may_wait)
+            if problem and version in self._own:
+                if not may_wait():
+                    raise StoreError(f"version {version} was not received: {problem}")
+                await self._until(lambda: version not in self._own, timeout_s=FETCH_PAUSE_S)
+
+    async def _attempt(self, version: VersionId, may_wait: Callable[[], bool]) -> str:
+        """Receive a version once a node has it; return a problem, or an empty text."""
+        await self._until(lambda: version not in self._own or bool(self._own_sources(version)), timeout_s=ALIVE_S)
+        if self._own.get(version) is not Stock.NOTHING:
+            return ""
+        known = last_known(partial(self._own_sources, version))
+        if not known():
+            return "no node has it"
+        self._own[version] = Stock.SOME
+        try:
+            await self._relay.fetch(
+                self._manifests[version],
+                lambda: known() if self._own_sources(version) or may_wait() else [],
+                base=self._base(version),
+                model=self._model,
+            )
+            self._own[version] = Stock.ALL
+        except StoreError as err:
+            log.warning("version_not_received", version=version, reason=str(err))
+            return str(err)
+        finally:
+            if self._own.get(version) is Stock.SOME:
+                self._own[version] = Stock.NOTHING
+            self._changes.tell()
+        return ""
+
+    async def _until(self, is_so: Callable[[], bool], *, timeout_s: float) -> None:
+        """Wait until that is so, but no longer than the timeout."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changes.until(is_so)
 
     def release(self, version: VersionId) -> None:
         """Have the nodes delete a version, as soon as none needs it as the base of a delta."""

@@ -7,10 +7,20 @@ Invariant: every rename into place checks the fence first, and a controller rais
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Final
+
+import structlog
 
 from dora import files, foreign
-from dora.errors import DoraError
+from dora.errors import DoraError, RunFailed
+from dora.journal.commits import FULL_TIMEOUT_S
+
+log = structlog.get_logger(__name__)
+
+#: Pause after an attempt that found the disk full.
+_PAUSE_S: Final = 1.0
 
 
 class StaleEpoch(DoraError):
@@ -20,6 +30,21 @@ class StaleEpoch(DoraError):
 def raise_fence(path: Path, *, epoch: int, incarnation: int = 0) -> None:
     """Let only these ranks pass from now on."""
     files.replace(path, f"{epoch}.{incarnation}\n".encode())
+
+
+async def raise_fence_patiently(path: Path, *, epoch: int, incarnation: int = 0) -> None:
+    """Raise the fence. A full disk is waited for as long as the journal waits for it; RunFailed if it stays full, or if
+    the fence cannot be written for another reason."""
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    while True:
+        try:
+            return await asyncio.to_thread(raise_fence, path, epoch=epoch, incarnation=incarnation)
+        except OSError as err:
+            if not files.is_full(err) or clock() - began > FULL_TIMEOUT_S:
+                raise RunFailed(f"{path}: cannot be written ({err.strerror})") from err
+            log.warning("fence_waits_for_space", path=str(path), reason=err.strerror)
+        await asyncio.sleep(_PAUSE_S)
 
 
 def pass_fence(path: Path, *, epoch: int, incarnation: int = 0) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from dora.core import commands as cmd
 from dora.core import events as ev
+from dora.core.ids import TrajectoryId
 from dora.errors import RunFailed
 from dora.journal.reader import Journal
 from dora.journal.replay import replay
@@ -103,3 +104,54 @@ async def test_a_rank_failure_after_the_end_does_not_fail_the_run(job: Job) -> N
     job.trainer.failing_loop = fail()
     outcome = await job.run()
     assert (outcome.finished, outcome.reason) == (True, f"all {STEPS} steps are trained")
+
+
+class Calling:
+    """Episodes, one of which has a call under way that a stop waits for, and one a call without a place."""
+
+    def __init__(self, job: Job) -> None:
+        self.began = self.ended = False
+        self.may_end = asyncio.Event()
+        self._job = job
+        job.watcher.hook = self._begin
+
+    def _begin(self, event: ev.Event, commands: list[cmd.Command]) -> None:
+        if isinstance(event, ev.StepTrained) and not self.began:
+            self.began = True
+            orders = self._job.controller._orders
+            orders.episodes = self  # type: ignore[assignment]
+            orders.calls[orders.tasks.background(self._call(), name="call")] = TrajectoryId(1)
+            orders.calls[orders.tasks.background(self._never_ends(), name="call")] = TrajectoryId(2)
+            self._job.controller.interrupt()
+
+    async def _call(self) -> None:
+        await self.may_end.wait()
+        self.ended = True
+
+    async def _never_ends(self) -> None:
+        await asyncio.Event().wait()
+
+    def is_awaited(self, trajectory: TrajectoryId) -> bool:
+        return trajectory == 1
+
+    def close(self, trajectories: Iterable[TrajectoryId]) -> None:
+        pass
+
+
+async def test_a_stop_has_the_checkpoint_written_while_it_waits_for_calls(job: Job) -> None:
+    calling = Calling(job)
+
+    async def checkpoint(*, timeout_s: float) -> bool:
+        calling.may_end.set()
+        return True
+
+    job.trainer.checkpoint = checkpoint  # type: ignore[method-assign]
+    assert not (await job.run()).finished
+    assert calling.ended
+
+
+async def test_a_stop_does_not_wait_longer_for_a_call_than_for_the_checkpoint(job: Job) -> None:
+    calling = Calling(job)
+    job.controller._stop_timeout_s = 0.05
+    assert not (await job.run()).finished
+    assert (calling.ended, job.trainer.checkpoints) == (False, 1)

@@ -213,6 +213,49 @@ async def test_a_later_start_that_is_not_ready_in_time_is_a_loss() -> None:
         assert lost.reason == "trainer.start_timeout_s: ranks 0, 1 did not load the model within 0.05 s"
 
 
+async def test_tokens_may_take_longer_to_be_read_than_ranks_to_load_the_model() -> None:
+    async with running() as one:
+        one.link.recall = lambda step: asyncio.sleep(0.5)
+        one.link.start_timeout_s = 0.2
+        one.ranks.ends.put_nowait("killed")
+        await one.event(ev.TrainerLost)
+        await one.restarted(1)
+        one.end.said.put_nowait((0, wire.RankReady(rank=0, next_step=2)))
+        one.end.said.put_nowait((1, wire.RankReady(rank=1, next_step=2)))
+        assert type(await one.event(object)) is ev.TrainerReady
+
+
+async def test_tokens_are_read_by_one_at_a_time_even_if_ranks_are_lost_meanwhile() -> None:
+    began: asyncio.Queue[int] = asyncio.Queue()
+    is_read = asyncio.Event()
+    reading: list[int] = []
+
+    async def recall(step: int) -> None:
+        assert not reading
+        reading.append(step)
+        began.put_nowait(step)
+        await is_read.wait()
+        reading.remove(step)
+
+    async def lost_and_ready(incarnation: int, step: int) -> None:
+        one.ranks.ends.put_nowait("killed")
+        await one.event(ev.TrainerLost)
+        await one.restarted(incarnation)
+        one.end.said.put_nowait((0, wire.RankReady(rank=0, next_step=step)))
+        one.end.said.put_nowait((1, wire.RankReady(rank=1, next_step=step)))
+
+    async with running() as one:
+        one.link.recall = recall
+        await lost_and_ready(1, step=2)
+        assert await began.get() == 2
+        await lost_and_ready(2, step=1)
+        for _ in range(20):  # turns of the loop in which it would begin
+            await asyncio.sleep(0)
+        is_read.set()
+        assert (await one.event(ev.TrainerReady)).step == 1
+        assert await began.get() == 1
+
+
 async def test_a_checkpoint_that_lost_ranks_cannot_write_is_not_waited_for() -> None:
     async with running() as one:
         asked = asyncio.create_task(one.link.checkpoint(timeout_s=1e6))

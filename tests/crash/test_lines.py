@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,13 @@ def test_versions_for_which_there_never_was_room_stay_in_memory_at_the_end(
     trained = max(step.at for step in life.disk.steps if is_row(step, 4))
     graded = trained + 6 * PLANS["no-room-for-versions"].faults.grade_s  # the samples of its evaluation
     assert trained + LAST_COPIES_S < life.disk.steps[-1].at < graded + LAST_COPIES_S + 2 * MAX_COPY_PAUSE_S
+
+
+def test_ranks_that_are_lost_while_the_disk_is_full_start_again_once_there_is_room(place: Path) -> None:
+    path = place / "world"
+    path.mkdir()
+    world = World(path, replace(PLANS["lost-ranks"], fills="/.epoch-"))
+    life = world.begin(seed="a")
+    assert life.refusal is None
+    raised = [step.at for step in life.disk.steps if step.kind == "rename" and step.path[-1].startswith(".epoch-")]
+    assert raised[0] == 0 < FULL_FROM_S + FULL_S < raised[1]

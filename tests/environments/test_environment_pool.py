@@ -354,9 +354,11 @@ async def test_episodes_beyond_the_places_wait_for_one_in_order():
         third, fourth = (asyncio.create_task(start(pool, episode)) for episode in (3, 4))
         assert await answer(pool, "turns", 1) == "1"
         assert not third.done()
+        assert pool.without_place == {3, 4}
         await pool.close(1)
         await third
         assert not fourth.done()
+        assert pool.without_place == {4}
         await pool.close(2)
         await fourth
         assert pool.free == 0

@@ -97,6 +97,23 @@ def row(tmp_path: Path) -> dict[str, str]:
     return {"prompt": "hello", "file": str(tmp_path / "died")}
 
 
+async def test_a_stop_waits_for_calls_that_cannot_be_repeated_and_have_a_place(
+    qwen3: Tokenizer, row: dict[str, str]
+) -> None:
+    async with pool_of("World", episodes_per_host=1) as pool, pool_of() as replayable:
+        assert not (await Played(qwen3, row).begin(replayable)).episodes.is_awaited(EPISODE)
+        played = await Played(qwen3, row).begin(pool)
+        assert played.episodes.is_awaited(EPISODE)
+        await pool.start(EPISODE + 1, row, source="s", name="row 2")
+        call = asyncio.create_task(played.turn("turns"))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not played.episodes.is_awaited(EPISODE)
+        await pool.close(EPISODE + 1)
+        await call
+        assert played.episodes.is_awaited(EPISODE)
+
+
 async def test_an_episode_goes_on_in_a_new_host(qwen3: Tokenizer, row: dict[str, str]) -> None:
     async with pool_of() as pool:
         played = await Played(qwen3, row).begin(pool)

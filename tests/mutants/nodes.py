@@ -93,7 +93,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "fence-of-a-node-not-raised",
-            "        await asyncio.to_thread(raise_fence, Path(self._paths.fence), epoch=welcome.term)\n",
+            "        await raise_fence_patiently(Path(self._paths.fence), epoch=welcome.term)\n",
             "",
             "test_servers_stay_at_a_change_of_controller_and_ranks_end",
         ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -90,9 +92,18 @@ async def controller(
     known: Known | None = None,
     removed: Collection[InstanceId] = (),
     connects: Callable[[RelaySource], bool | None] = lambda relay: True,
+    full: int = 0,
 ) -> AsyncIterator[Controller]:
+    """`full`: so many times the disk has no room for what is saved."""
     told: list[str] = []
     saved: list[Known] = []
+    failures = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) for _ in range(full)]
+
+    def save(known: Known) -> None:
+        if failures:
+            raise failures.pop()
+        saved.append(known)
+
     settings = ClusterSettings(
         run_id=RUN,
         term=term,
@@ -101,7 +112,7 @@ async def controller(
         model=tmp_path / "model",
         known=known or {},
         removed=removed,
-        save=saved.append,
+        save=save,
         tell=told.append,
         connects=connects,
     )

@@ -37,6 +37,7 @@ from dora.transport.node_messages import (
     Report,
     Superseded,
 )
+from dora.weights import fence
 from dora.weights.store import OWNER, Manifest, VersionStore
 from tests.node.peers import RUN, WAIT_S, Hub, agent, config_of
 from tests.weights.adapted import make_model, publish_adapted
@@ -227,6 +228,27 @@ async def test_a_node_finds_the_controller_that_takes_over_at_another_address(tm
             assert await first.until(Superseded) == Superseded(term=1)
 
 
+async def test_a_node_with_a_full_disk_follows_another_controller_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fence, "_PAUSE_S", 0.01)
+    full = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) for _ in range(3)]
+
+    def refuse(operation: files.Operation) -> None:
+        if full and operation.kind == "write" and operation.path.name.startswith(".epoch-"):
+            raise full.pop()
+
+    with Hub() as first, Hub(term=1) as second:
+        async with agent(tmp_path, first.address, second.address):
+            await first.welcome(job(tmp_path))
+            await first.order(servers={0: 1})
+            before = await first.report(is_up(1))
+            await second.until(Join, lambda told: told.run_id == RUN)
+            with files.observed(refuse):
+                after = await second.take_over(job(tmp_path))
+            assert (full, epoch_at(after.paths.fence), after.servers) == ([], 1, before.servers)
+
+
 async def test_a_controller_that_was_silent_is_asked_again(tmp_path: Path) -> None:
     with Hub() as there:
         async with agent(tmp_path, there.address):
@@ -238,11 +260,11 @@ async def test_a_report_waits_until_a_controller_is_followed(tmp_path: Path, mon
     """Not only until the node is prepared: its fence may take a while."""
     is_slow, may_go_on = threading.Event(), threading.Event()
 
-    def slow(path: Path, *, epoch: int) -> None:
+    def slow(path: Path, *, epoch: int, incarnation: int) -> None:
         is_slow.set()
         may_go_on.wait(WAIT_S)
 
-    monkeypatch.setattr(member_module, "raise_fence", slow)
+    monkeypatch.setattr(fence, "raise_fence", slow)
     with Hub() as there:
         async with agent(tmp_path, there.address) as here:
             await there.until(Join)

@@ -55,6 +55,14 @@ async def joined(there: Controller, *peers: Peer) -> list[int]:
 # -- joining
 
 
+async def test_places_are_saved_once_there_is_room_on_a_full_disk(tmp_path: Path) -> None:
+    async with controller(tmp_path, *ONE, full=3) as there:
+        with Peer(there.address, "n") as peer:
+            await peer.join()
+            await peer.until(Beat, lambda beat: bool(there.saved))
+            assert there.saved == [{"n": KnownNode(place=0, first_instance=0, servers=1)}]
+
+
 async def test_a_node_learns_all_of_the_run_and_gets_orders_once_it_can_be_reached(tmp_path: Path) -> None:
     async with controller(tmp_path, *ONE, term=7) as there:
         with Peer(there.address, "n") as peer:

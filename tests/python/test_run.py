@@ -77,11 +77,10 @@ def set_phase(folder: RunFolder, phase: str, *, reason: str = "", age_s: float =
     """Write the status anew, as a run does."""
     saved = read_saved(folder.root)
     now = replace(saved.snapshot, phase=phase, reason=reason)
-    status = SavedStatus(time.time() - age_s, "http://127.0.0.1:9", replace(now, sentence=sentence(now)))
+    at, holder = time.time() - age_s, read_holder(folder.lock)
+    status = SavedStatus(at, "http://127.0.0.1:9", replace(now, sentence=sentence(now)), holder=holder)
     written = folder.status.with_name("written")
     written.write_bytes(msgspec.json.encode(status))
-    later = folder.lock.stat().st_mtime_ns + 1_000_000
-    os.utime(written, ns=(later, later))
     written.replace(folder.status)
 
 
@@ -256,13 +255,20 @@ def test_a_failed_run_raises_its_reason_in_wait(folder: RunFolder) -> None:
 
 
 def test_the_status_of_the_process_before_a_resume_is_not_that_of_the_resumed_run(folder: RunFolder) -> None:
-    set_phase_before = folder.status.stat().st_mtime_ns
+    note_holder(folder.lock, Holder.of(os.getpid()))
+    set_phase(folder, "interrupted")
     with holder_of(folder):
-        assert folder.lock.stat().st_mtime_ns > set_phase_before
         assert dora.attach(folder.root).status()["phase"] == "starting"
     folder.output.write_text("dora: of an earlier life\n$ dora run --resume x\ndora: rollout.group_size: changed\n")
     with pytest.raises(dora.RunFailed, match=r"^Failed while starting: rollout.group_size: changed\.$"):
         dora.attach(folder.root).wait()
+
+
+def test_the_end_of_a_run_is_known_even_if_the_clock_was_set_back_meanwhile(folder: RunFolder) -> None:
+    with holder_of(folder):
+        set_phase(folder, "finished")
+    os.utime(folder.lock, (time.time() + 60, time.time() + 60))
+    assert dora.attach(folder.root).wait()["phase"] == "finished"
 
 
 @pytest.mark.parametrize("written", [b"", b"{}", b"\xff", b'{"pid":-1,"started":0,"host":"x"}' * 99])

@@ -17,10 +17,11 @@ from rich.console import Console
 
 from dora import files
 from dora.app import saved_status as saving
-from dora.app.saved_status import SavedStatus, read_status, saved_status
+from dora.app.saved_status import SavedStatus, read_saved, read_status, saved_status
 from dora.cli import status as command
 from dora.errors import ConfigError
 from dora.journal.run_folder import RunFolder
+from dora.node.holder import Holder
 from dora.observe.sentence import sentence
 from dora.observe.snapshot import Snapshot
 from dora.status.frame import frame
@@ -71,6 +72,7 @@ async def test_the_file_has_the_latest_status_while_a_run_goes_on_and_the_last_o
             await taken.get()
         assert (await read_status(folder.root)).run_id == middle.run_id
     assert await read_status(folder.root) == last
+    assert read_saved(folder.root).holder == Holder.of(os.getpid())
     assert [path.name for path in folder.root.glob("*status*")] == ["status.json"]
 
 

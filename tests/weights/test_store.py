@@ -16,10 +16,12 @@ import pytest
 
 from dora import files
 from dora.core.ids import VersionId
+from dora.errors import RunFailed
 from dora.files import Operation, observed
 from dora.journal.access import restrict
+from dora.weights import fence as fence_module
 from dora.weights import store as weights_store
-from dora.weights.fence import StaleEpoch, pass_fence, raise_fence
+from dora.weights.fence import StaleEpoch, pass_fence, raise_fence, raise_fence_patiently
 from dora.weights.store import (
     MANIFEST,
     OWNER,
@@ -109,6 +111,16 @@ def test_a_rank_that_was_replaced_makes_no_version_visible(tmp_path: Path) -> No
     assert replaced.live() == []
     publish(present, 3)
     assert replaced.live() == [3]
+
+
+async def test_a_fence_that_cannot_be_raised_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(operation: Operation) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fence_module, "FULL_TIMEOUT_S", -1.0)
+    for error in (errno.ENOSPC, errno.EIO):
+        with observed(refuse), pytest.raises(RunFailed, match=rf"epoch: cannot be written \({os.strerror(error)}\)$"):
+            await raise_fence_patiently(tmp_path / "epoch", epoch=1)
 
 
 def test_what_dead_ranks_were_writing_is_deleted_but_not_what_others_write(store: VersionStore) -> None:

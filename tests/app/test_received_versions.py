@@ -1,0 +1,133 @@
+"""Versions that this host receives from nodes: what is waited for when one does not come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora.app.nodes import NodeVersions
+from dora.controller import copies as copies_module
+from dora.controller.copies import Copies
+from dora.controller.published import Published
+from dora.controller.run_tasks import RunTasks
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.ids import VersionId
+from dora.errors import RunFailed
+from dora.node import spread as spread_module
+from dora.transport.node_messages import NodeOrders, RelaySource
+from dora.weights.store import Manifest
+from tests.node.peers import WAIT_S, Controller, Peer, controller
+from tests.weights.nodes import KEY, held, node, publish, store_at
+
+THREE = VersionId(3)
+#: No disk has room for it.
+HUGE = Manifest(THREE, {"model.safetensors": "0" * 32}, 1 << 62, "c")
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies_module, "LAST_COPIES_S", 0.2)
+    monkeypatch.setattr(spread_module, "FETCH_PAUSE_S", 0.05)
+    monkeypatch.setattr(spread_module, "ALIVE_S", 0.05)
+
+
+@dataclass
+class Versions:
+    """Those that the run needs."""
+
+    entries: dict[VersionId, object] = field(default_factory=lambda: {THREE: None})
+    newest: VersionId = THREE
+
+
+class OnDisk:
+    """A journal that is always on the disk."""
+
+    written = 0
+
+    async def durable(self, position: int) -> None:
+        pass
+
+
+@dataclass
+class Run:
+    there: Controller
+    maker: Peer
+    tasks: RunTasks
+    window: Versions
+    copies: Copies
+
+    def publish(self, manifest: Manifest) -> None:
+        self.copies.publish(published(manifest), position=0)
+
+    async def begun(self) -> None:
+        """Until nodes have orders to hold the version."""
+        await self.maker.until(NodeOrders, lambda orders: THREE in orders.versions, saying=self.maker.reports())
+
+
+def published(manifest: Manifest) -> ev.VersionPublished:
+    return ev.VersionPublished(0.0, manifest.version, manifest.num_bytes, dict(manifest.files), manifest.chain)
+
+
+@asynccontextmanager
+async def made_by_a_node(tmp_path: Path, **relay: Any) -> AsyncIterator[Run]:
+    """A run whose node with ranks has version 3, and no other."""
+    async with controller(tmp_path, "nodes.expected=2", "rollout.max_staleness=0") as there, asyncio.timeout(WAIT_S):
+        with Peer(there.address, "a") as maker, Peer(there.address, "b") as rolling:
+            await asyncio.gather(maker.join(), rolling.join())
+            await rolling.until(NodeOrders, saying=rolling.reports(problem="its disk is full"))
+            await maker.until(NodeOrders, saying=maker.reports(versions={THREE: "/there"}, **relay))
+            store, tasks, window = there.cluster.spread._store, RunTasks(), Versions()
+            copies = Copies(
+                store,
+                checkpoints=tmp_path,
+                published=Published("run"),
+                window=window,  # type: ignore[arg-type]
+                commits=OnDisk(),  # type: ignore[arg-type]
+                tasks=tasks,
+                keep=2,
+                holders=NodeVersions(there.cluster, store),
+            )
+            yield Run(there, maker, tasks, window, copies)
+
+
+async def test_nodes_delete_a_version_for_which_this_host_never_had_room(tmp_path: Path) -> None:
+    async with made_by_a_node(tmp_path) as run, run.tasks.group:
+        run.publish(HUGE)
+        await run.begun()
+        run.window.entries.clear()
+        run.copies.release(cmd.ReleaseVersion(THREE), position=0)
+        await run.maker.until(NodeOrders, lambda orders: not orders.versions, saying=run.maker.reports())
+
+
+async def test_the_end_of_a_run_does_not_wait_for_room_for_good(tmp_path: Path) -> None:
+    async with made_by_a_node(tmp_path) as run, run.tasks.group:
+        run.publish(HUGE)
+        await run.begun()
+        run.copies.end()
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+async def test_a_last_version_that_does_not_come_ends_the_run_with_an_error(tmp_path: Path, is_lost: bool) -> None:
+    async with made_by_a_node(tmp_path) as run:
+        if is_lost:
+            run.there.cluster._lose(run.there.cluster.places[0], "its process has ended")
+        with pytest.raises(RunFailed, match=r"^the last version 3 was not received: .+; continue with --resume"):
+            await run.copies.keep_result(published(HUGE))
+
+
+async def test_a_last_version_that_is_on_its_way_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies_module, "LAST_COPIES_S", 0.0)
+    manifest = publish(maker := store_at(tmp_path / "maker"))
+    async with AsyncExitStack() as stack:
+        _, proxy = await stack.enter_async_context(node(maker, pace=0.02))
+        relay = RelaySource(url=proxy.url, key=KEY)
+        run = await stack.enter_async_context(made_by_a_node(tmp_path, relay=relay))
+        await run.copies.keep_result(published(manifest))
+        assert held(run.there.cluster.spread._store) == held(maker)
