@@ -243,7 +243,7 @@ class Fleet:
                 failures += 1
                 self._note_down(instance, str(err))
                 log.warning("instance_start_failed", instance=instance, failures=failures, reason=str(err))
-                await member.server.kill()
+                await self._kill(instance, member)
                 continue
             reason = await self._wait_for_its_end(instance, member, url)
             del self.urls[instance]
@@ -251,13 +251,20 @@ class Fleet:
             counts = self._in_flight.fence(instance)
             log.warning("instance_lost", instance=instance, reason=reason, trajectories=len(counts))
             await self._inbox.emit(InstanceLost(self._now(), instance, member.incarnation, counts, reason))
-            await member.server.kill()
+            await self._kill(instance, member)
             failures = 1  # for a short pause before the restart
         member.given_up = True
         self.down[instance] = replace(self.down[instance], then=f"given up after {failures} failed starts")
         log.error("instance_given_up", instance=instance, failures=failures)
         if all(member.given_up for member in self._members.values()):
             raise RunFailed("no inference server is left: each failed to start five times; see the servers' logs")
+
+    async def _kill(self, instance: InstanceId, member: _Member) -> None:
+        """Kill a server. If it does not end, stuck in a driver for example, its next start fails for that."""
+        try:
+            await member.server.kill()
+        except RemoteError as err:
+            log.warning("instance_kill_failed", instance=instance, reason=str(err))
 
     def _note_down(self, instance: InstanceId, reason: str) -> None:
         is_external = isinstance(self._members[instance].server, ExternalServer)

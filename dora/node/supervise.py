@@ -23,11 +23,14 @@ from types import TracebackType
 from typing import IO, Self
 
 import psutil
+import structlog
 
 from dora.errors import ConfigError, RemoteError
 from dora.node.lease import die_with_parent, hold
 from dora.node.plan import HOST, ProcessPlan
 from dora.node.ports import free_port
+
+log = structlog.get_logger(__name__)
 
 READY_LINE = re.compile(rb"^ready (http://\S+)\r?$", re.MULTILINE)
 #: Time from SIGTERM to SIGKILL. An idle engine ends at once; a trainer has written its checkpoint before SIGTERM.
@@ -233,8 +236,15 @@ class Node:
         return child
 
     async def stop(self, *, grace_s: float = GRACE_S) -> None:
-        """Stop all children concurrently."""
-        await asyncio.gather(*(child.stop(grace_s=grace_s) for child in self.children.values()))
+        """Stop all children concurrently. One that does not end is left to the kernel, which has its SIGKILL."""
+
+        async def stop(child: Child) -> None:
+            try:
+                await child.stop(grace_s=grace_s)
+            except RemoteError as err:
+                log.warning("process_does_not_end", reason=str(err))
+
+        await asyncio.gather(*map(stop, self.children.values()))
 
     def kill_all(self) -> None:
         """Kill all children without waiting, for the second Ctrl-C."""

@@ -187,6 +187,25 @@ async def test_the_run_fails_when_no_server_is_left() -> None:
     assert kept.is_silent
 
 
+async def test_a_server_that_does_not_end_after_a_kill_is_given_up_and_the_others_go_on() -> None:
+    kept = Kept(2)
+
+    async def stuck() -> None:
+        raise RemoteError("engine-0: process 4711 does not end after SIGKILL")
+
+    async with serving(kept):
+        kept.servers[0].kill = stuck  # type: ignore[method-assign]
+        kept.servers[0].failures = [RemoteError("engine-0: process 4711 does not end after SIGKILL")] * 100
+        kept.fleet.condemn(ZERO, incarnation=1, reason="no token for 120 s")
+        assert await kept.next() == InstanceLost(0.0, ZERO, 1, {}, "no token for 120 s")
+        async with asyncio.timeout(10):
+            await asyncio.wait({kept.fleet._members[ZERO].keeper})  # type: ignore[type-var]
+        assert kept.fleet._members[ZERO].given_up
+        kept.servers[1].die()
+        assert isinstance(await kept.next(), InstanceLost)
+        assert isinstance(await kept.next(), InstanceUp)
+
+
 async def test_a_start_that_fails_now_and_then_is_forgiven() -> None:
     kept = Kept(1)
     kept.servers[0].failures = [RemoteError("not yet")] * (MAX_START_FAILURES - 1)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import structlog
 
 from dora.errors import ConfigError, RemoteError
 from dora.node.lease import hold
@@ -237,6 +238,23 @@ async def test_leaving_the_node_leaves_no_process_behind(tmp_path: Path):
         _, first = await running(node, READY + FOREVER, name="engine-0")
         _, second = await running(node, READY + FOREVER, name="engine-1")
     await_gone([first, second])
+
+
+async def test_a_child_that_does_not_end_fails_neither_the_end_of_the_node_nor_that_of_the_others(tmp_path: Path):
+    reason = "engine-0: process 4711 does not end after SIGKILL"
+
+    async def does_not_end(*, grace_s: float) -> None:
+        raise RemoteError(reason)
+
+    async with Node(logs=tmp_path, lease=tmp_path / "lease") as node:
+        stuck, _ = await running(node, READY + FOREVER)
+        stuck.stop = does_not_end  # type: ignore[method-assign]
+        _, other = await running(node, READY + FOREVER, name="engine-1")
+        with structlog.testing.capture_logs() as said:
+            await node.stop()
+    await_gone([other])
+    assert [line["reason"] for line in said] == [reason]
+    await stuck.kill()
 
 
 async def test_an_error_inside_the_node_leaves_no_process_behind(tmp_path: Path):
