@@ -100,7 +100,7 @@ class _Member:
     incarnation: int = 0
     condemned: asyncio.Event = field(default_factory=asyncio.Event)
     reason: str = ""  # why it is condemned
-    has_joined: bool = False  # added during the run, which does not fail if the server is unsuitable
+    has_joined: bool = False  # of a node or a user, at any time of the run
     given_up: bool = False
     inquiry: asyncio.Lock = field(default_factory=asyncio.Lock)  # held during an inquiry
     inquiries: int = 0  # completed
@@ -139,6 +139,7 @@ class Fleet:
                 member.incarnation = rows[instance].incarnation
         self._next = InstanceId(max([len(servers) - 1, *rows, *removed]) + 1)
         self._keepers: asyncio.TaskGroup | None = None
+        self._has_served = False  # an instance has been up
         self.urls: dict[InstanceId, str] = {}  #: of the instances that are up
         self.labels: dict[InstanceId, str] = {}  #: of the weights with which each came up
         self.down: dict[InstanceId, Down] = {}  #: the instances that are not
@@ -183,7 +184,7 @@ class Fleet:
         if instance is None:
             instance = self._next
         self._next = InstanceId(max(self._next, instance + 1))
-        member = self._members[instance] = _Member(server)
+        member = self._members[instance] = _Member(server, has_joined=True)
         if instance in self._rows:
             member.incarnation = self._rows[instance].incarnation
         if self._keepers is not None:
@@ -228,7 +229,10 @@ class Fleet:
     # -- keepers ------------------------------------------------------------------------------------------------------
 
     async def keep(self, instance: InstanceId) -> None:
-        """Keep one instance up until cancelled, or until MAX_START_FAILURES consecutive starts have failed."""
+        """Keep one instance up until cancelled, or until MAX_START_FAILURES consecutive starts have failed.
+
+        ConfigError if a server that the configuration names is unsuitable at its first start, or any before one is up.
+        """
         member = self._members[instance]
         failures = 0
         self._note_down(instance, "")
@@ -238,7 +242,8 @@ class Fleet:
             try:
                 url = await self._bring_up(instance, member)
             except (RemoteError, ConfigError) as err:
-                if isinstance(err, ConfigError) and not member.has_joined:
+                is_first = not self._has_served or (not failures and not member.has_joined)
+                if isinstance(err, ConfigError) and is_first:  # else not the configuration, but this server is at fault
                     raise
                 failures += 1
                 self._note_down(instance, str(err))
@@ -289,6 +294,7 @@ class Fleet:
         member.incarnation += 1
         self.labels[instance] = capabilities.label
         self.urls[instance] = url
+        self._has_served = True
         self.down.pop(instance, None)
         log.info("instance_up", instance=instance, url=url, incarnation=member.incarnation, version=version)
         await self._inbox.emit(

@@ -91,6 +91,15 @@ async def serving(kept: Kept) -> AsyncIterator[Kept]:
         yield kept
 
 
+async def given_up(kept: Kept, instance: InstanceId) -> Down:
+    """Wait until an instance is given up."""
+    keeper = kept.fleet._members[instance].keeper
+    assert keeper is not None
+    async with asyncio.timeout(10):
+        await asyncio.wait({keeper})
+    return kept.fleet.down[instance]
+
+
 async def test_an_instance_comes_up_with_the_lesser_of_its_room_and_the_configured_one() -> None:
     async with keeping(Kept(1)) as kept:
         assert await kept.next() == InstanceUp(0.0, ZERO, 1, slots=4, kv_tokens=1024)
@@ -198,9 +207,7 @@ async def test_a_server_that_does_not_end_after_a_kill_is_given_up_and_the_other
         kept.servers[0].failures = [RemoteError("engine-0: process 4711 does not end after SIGKILL")] * 100
         kept.fleet.condemn(ZERO, incarnation=1, reason="no token for 120 s")
         assert await kept.next() == InstanceLost(0.0, ZERO, 1, {}, "no token for 120 s")
-        async with asyncio.timeout(10):
-            await asyncio.wait({kept.fleet._members[ZERO].keeper})  # type: ignore[type-var]
-        assert kept.fleet._members[ZERO].given_up
+        assert (await given_up(kept, ZERO)).then == "given up after 5 failed starts"
         kept.servers[1].die()
         assert isinstance(await kept.next(), InstanceLost)
         assert isinstance(await kept.next(), InstanceUp)
@@ -225,6 +232,58 @@ async def test_a_config_error_at_the_start_ends_the_run() -> None:
     with pytest.raises(ConfigError, match="engine-0: cannot read the model"):
         await kept.fleet.keep(ZERO)
     assert kept.servers[0].starts == 1
+
+
+async def test_a_server_of_the_configuration_that_is_wrong_from_the_beginning_ends_the_run_although_another_is_up() -> (
+    None
+):
+    kept = Kept(2)
+    kept.servers[1].failures = [ConfigError("engine-1: other weights")]
+    first = asyncio.create_task(kept.fleet.keep(ZERO))
+    assert isinstance(await kept.next(), InstanceUp)
+    with pytest.raises(ConfigError, match="engine-1: other weights"):
+        await kept.fleet.keep(InstanceId(1))
+    first.cancel()
+
+
+async def test_a_server_of_the_first_node_that_is_unfit_ends_the_run() -> None:
+    kept = Kept(0)
+    server = FakeServer("http://engine-0")
+    server.failures = [RemoteError("node n0 is lost"), ConfigError("node n0: no CUDA device")]
+    instance = kept.fleet.add(server)
+    with pytest.raises(ConfigError, match="node n0: no CUDA device"):
+        await kept.fleet.keep(instance)
+
+
+async def test_a_server_that_was_up_and_cannot_be_started_again_is_given_up_and_the_others_go_on() -> None:
+    async with serving(Kept(2)) as kept:
+        kept.servers[0].failures = [ConfigError("engine-0: no CUDA device")] * 100
+        kept.servers[0].die()
+        assert isinstance(await kept.next(), InstanceLost)
+        assert (await given_up(kept, ZERO)).reason == "engine-0: no CUDA device"
+        kept.servers[1].die()
+        assert isinstance(await kept.next(), InstanceLost)
+        assert isinstance(await kept.next(), InstanceUp)
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+async def test_a_node_whose_server_is_unfit_does_not_end_a_run_that_serves(is_early: bool) -> None:
+    """Early: its place is one of those with which the run began, but another node is up before it."""
+    kept, server, begins = Kept(1), FakeServer("http://engine-1"), asyncio.Event()
+
+    async def start() -> Started:
+        await begins.wait()
+        raise ConfigError("node n1: engine-1 ended with exit code 2")
+
+    server.start = start  # type: ignore[method-assign]
+    if is_early:
+        kept.fleet.add(server)
+    async with serving(kept):
+        instance = InstanceId(1) if is_early else kept.fleet.add(server)
+        begins.set()
+        assert (await given_up(kept, instance)).reason == "node n1: engine-1 ended with exit code 2"
+        kept.servers[0].die()
+        assert isinstance(await kept.next(), InstanceLost)
 
 
 # -- servers that their node kept -------------------------------------------------------------------------------------
@@ -485,11 +544,7 @@ async def test_a_server_that_joined_and_turns_out_unfit_does_not_end_the_run() -
     async with serving(kept):
         kept.fleet._limits = replace(kept.fleet._limits, context_tokens=5000)
         instance = kept.fleet.join("http://engine-9", slots=4)
-        member = kept.fleet._members[instance]
-        async with asyncio.timeout(10):
-            assert member.keeper is not None
-            await asyncio.wait({member.keeper})
-        assert member.given_up
+        assert (await given_up(kept, instance)).then == "given up after 5 failed starts"
         assert kept.fleet.urls == {ZERO: "http://engine-0"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -180,6 +181,21 @@ async def test_a_program_that_does_not_exist_is_a_config_error(node: Node):
         ConfigError, match=r"^engine.command: engine-0: /nonexistent/python cannot be started \(No such file"
     ):
         await node.add(missing).start()
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
+async def test_a_process_for_which_the_host_lacks_resources_may_be_started_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch, number: int
+):
+    async def fork(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    child = node.add(plan(READY + FOREVER))
+    with monkeypatch.context() as full:
+        full.setattr(asyncio, "create_subprocess_exec", fork)
+        with pytest.raises(RemoteError, match=rf"engine-0: .* cannot be started \({os.strerror(number)}\)"):
+            await child.start()
+    assert await child.start() == "http://127.0.0.1:7777"
 
 
 async def test_a_child_that_is_not_ready_in_time_is_killed(node: Node):
