@@ -11,7 +11,9 @@ or missed health checks, and is cancelled by `dismiss`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -139,6 +141,7 @@ class Fleet:
                 member.incarnation = rows[instance].incarnation
         self._next = InstanceId(max([len(servers) - 1, *rows, *removed]) + 1)
         self._keepers: asyncio.TaskGroup | None = None
+        self._streams = Counter[InstanceId]()  # under way
         self._has_served = False  # an instance has been up
         self.urls: dict[InstanceId, str] = {}  #: of the instances that are up
         self.labels: dict[InstanceId, str] = {}  #: of the weights with which each came up
@@ -371,6 +374,8 @@ class Fleet:
                     await self._inbox.emit(PrefillReported(self._now(), instance))
                     is_healthy = True
                 is_healthy |= row.may_be_paused
+                if is_healthy and await self._has_restarted(instance):
+                    return f"{url}: was started again, and has none of its versions any more"
             strikes = 0 if is_healthy else strikes + 1
         return f"{url}: missed {strikes} health checks in a row"
 
@@ -388,6 +393,40 @@ class Fleet:
                 member.label = await self._ask_label(instance, url)
                 member.inquiries += 1
             return member.label
+
+    def is_known(self, label: str, *, instance: InstanceId) -> bool:
+        """Whether a server with this label has weights of this run; with adapters, those with which it came up."""
+        if self._limits.adapters is not None:
+            return label == self.labels.get(instance)
+        return self._version_of(label) != FOREIGN_VERSION
+
+    @asynccontextmanager
+    async def stream(self, instance: InstanceId) -> AsyncIterator[None]:
+        """Open while a request streams; ServerGone if its server was started again or does not answer."""
+        if await self._has_restarted(instance) is not False:
+            raise ServerGone(f"instance {instance}: does not answer, or was started again and has lost its versions")
+        self._streams[instance] += 1
+        try:
+            yield
+        finally:
+            self._streams[instance] -= 1
+
+    async def _has_restarted(self, instance: InstanceId) -> bool | None:
+        """Whether an external server, whose end nobody sees, has lost its versions; None if it does not answer.
+
+        One with streams has not, as a restart breaks them off. What they report at their end is not judged here.
+        """
+        member, held = self._members.get(instance), self._versions_of(instance)
+        if member is None or not isinstance(member.server, ExternalServer) or not held or self._streams[instance]:
+            return False
+        label = await self.inquire(instance)
+        if self._versions_of(instance) != held:  # the label may be older than a push, or that of one under way
+            return False
+        return label if label is None else not self.is_known(label, instance=instance)
+
+    def _versions_of(self, instance: InstanceId) -> list[VersionId]:
+        row = self._rows.get(instance)
+        return [holding.version for holding in row.holdings if holding.version is not None] if row is not None else []
 
     async def _ask_label(self, instance: InstanceId, url: str) -> str | None:
         row = self._rows.get(instance)

@@ -16,7 +16,7 @@ from dora.controller.fleet import HEALTH_STRIKES, MAX_START_FAILURES, ExternalSe
 from dora.controller.inbox import Inbox
 from dora.controller.published import Published
 from dora.core.events import Event, InstanceLost, InstanceUp, PrefillReported
-from dora.core.ids import GroupId, InstanceId, TrajectoryId
+from dora.core.ids import GroupId, InstanceId, TrajectoryId, VersionId
 from dora.core.phases import WeightsPhase
 from dora.core.tables import Group, Server
 from dora.engine.api import Capabilities, KvUse
@@ -29,7 +29,8 @@ from dora.observe.facts import Down
 from tests.controller.fakes import FakeEngines, FakeServer
 from tests.engine.scripted_server import ScriptedServer
 
-ZERO = InstanceId(0)
+ZERO, ONE = InstanceId(0), InstanceId(1)
+THEIRS = "http://theirs"
 
 
 @pytest.fixture(autouse=True)
@@ -192,7 +193,7 @@ async def test_the_run_fails_when_no_server_is_left() -> None:
     async with asyncio.timeout(10):
         await kept.fleet.keep(ZERO)
         with pytest.raises(RunFailed, match="no inference server is left: each failed to start five times"):
-            await kept.fleet.keep(InstanceId(1))
+            await kept.fleet.keep(ONE)
     assert kept.is_silent
 
 
@@ -242,7 +243,7 @@ async def test_a_server_of_the_configuration_that_is_wrong_from_the_beginning_en
     first = asyncio.create_task(kept.fleet.keep(ZERO))
     assert isinstance(await kept.next(), InstanceUp)
     with pytest.raises(ConfigError, match="engine-1: other weights"):
-        await kept.fleet.keep(InstanceId(1))
+        await kept.fleet.keep(ONE)
     first.cancel()
 
 
@@ -279,7 +280,7 @@ async def test_a_node_whose_server_is_unfit_does_not_end_a_run_that_serves(is_ea
     if is_early:
         kept.fleet.add(server)
     async with serving(kept):
-        instance = InstanceId(1) if is_early else kept.fleet.add(server)
+        instance = ONE if is_early else kept.fleet.add(server)
         begins.set()
         assert (await given_up(kept, instance)).reason == "node n1: engine-1 ended with exit code 2"
         kept.servers[0].die()
@@ -386,6 +387,49 @@ async def test_a_server_is_lost_after_three_missed_checks_in_a_row(checked: Chec
         assert lost == InstanceLost(0.0, ZERO, 1, {}, "http://engine-0: missed 3 health checks in a row")
         assert kept.servers[0].kills == 1
         assert (await kept.next()).incarnation == 2  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+async def external(checked: Checked) -> AsyncIterator[Server]:
+    """The row of a further server, of others: instance 1, which came up without a version."""
+    kept = checked.kept
+    async with serving(kept):
+        row = kept.rows[ONE] = Server(ONE)
+        kept.fleet.join(THEIRS, slots=4)
+        assert isinstance(await kept.next(), InstanceUp)
+        yield row
+
+
+async def test_an_idle_external_server_that_was_started_again_is_lost_by_its_label(
+    checked: Checked, external: Server
+) -> None:
+    kept = checked.kept
+    await checked.turns()
+    assert kept.is_silent  # it has no version yet, and its label is of none
+    external.full.phase, external.full.version = WeightsPhase.SERVING, VersionId(5)
+    kept.engines.labels[THEIRS] = kept.published.label(VersionId(5))
+    await checked.turns()
+    assert kept.is_silent
+    async with kept.fleet.stream(ONE):
+        kept.engines.labels[THEIRS] = "default"
+        await checked.turns()
+        assert kept.is_silent  # the answer will tell
+    reason = f"{THEIRS}: was started again, and has none of its versions any more"
+    assert await kept.next() == InstanceLost(0.0, ONE, 1, {}, reason)
+    assert (await kept.next()).incarnation == 2  # type: ignore[attr-defined]
+
+
+async def test_a_label_that_a_push_may_have_changed_meanwhile_says_nothing(checked: Checked, external: Server) -> None:
+    kept, full = checked.kept, external.full
+
+    async def label(url: str) -> str:
+        full.phase, full.version, full.pushing = WeightsPhase.UPDATING, None, VersionId(5)
+        return UNCONFIRMED
+
+    kept.engines.label = label  # type: ignore[method-assign]
+    full.phase, full.version = WeightsPhase.SERVING, VersionId(4)
+    async with kept.fleet.stream(ONE):
+        assert kept.is_silent
 
 
 async def test_a_server_is_not_asked_for_its_health_while_a_push_may_have_paused_it(checked: Checked) -> None:
@@ -510,7 +554,7 @@ async def test_kv_that_rises_while_tokens_come_is_no_prefill(checked: Checked) -
 
 async def test_a_server_that_joins_gets_an_id_that_was_never_given() -> None:
     async with serving(Kept(2)) as kept:
-        await kept.fleet.dismiss(InstanceId(1))
+        await kept.fleet.dismiss(ONE)
         assert kept.fleet.join("http://engine-1", slots=4) == 2
         assert kept.fleet.join("http://engine-2", slots=4) == 3
 
@@ -519,7 +563,7 @@ async def test_a_server_that_leaves_is_stopped_and_reported_no_more() -> None:
     async with serving(Kept(2)) as kept:
         await kept.fleet.dismiss(ZERO)
         assert (kept.servers[0].stops, kept.servers[0].kills) == (1, 0)
-        assert kept.fleet.urls == {InstanceId(1): "http://engine-1"}
+        assert kept.fleet.urls == {ONE: "http://engine-1"}
         kept.servers[1].die()
         assert isinstance(await kept.next(), InstanceLost)
         assert isinstance(await kept.next(), InstanceUp)
@@ -534,7 +578,7 @@ async def test_servers_join_while_this_host_allows_a_connection_for_each_of_thei
             kept.fleet.join("http://engine-3", slots=8)
     async with serving(Kept(1, slots=None)) as kept:
         kept.rows[ZERO] = Server(ZERO, slots=2)
-        kept.rows[kept.fleet.join("http://engine-1", slots=5)] = Server(InstanceId(1), slots=5)
+        kept.rows[kept.fleet.join("http://engine-1", slots=5)] = Server(ONE, slots=5)
         with pytest.raises(ConfigError, match=r"of 3 instances need up to 13 connections, but this host allows 12"):
             kept.fleet.join("http://engine-3", slots=6)
 
