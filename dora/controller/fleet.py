@@ -208,9 +208,14 @@ class Fleet:
                 return instance
         return None
 
+    def __contains__(self, instance: InstanceId) -> bool:
+        """Whether an instance is of the run, up or not."""
+        return instance in self._members
+
     async def dismiss(self, instance: InstanceId) -> None:
-        """Remove an instance, which the core has emptied, from the run."""
-        member = self._members.pop(instance)
+        """Remove an instance, which the core has emptied, from the run, unless it has left already."""
+        if (member := self._members.pop(instance, None)) is None:
+            return
         if member.keeper is not None:
             member.keeper.cancel()
             await asyncio.wait({member.keeper})
