@@ -48,9 +48,7 @@ def let_nodes_leave(
 
     async def leave(place: Place) -> None:
         first, each = place.first_instance, range(opened.job.config.servers_of_node)
-        instances = (
-            {InstanceId(first + i) for i in each} if first is not None else set()
-        )  # None: a peer took them along
+        instances = [] if first is None else [InstanceId(first + i) for i in each]  # none: they left with another node
         staying, told = set(instances), False
         while staying and place.report is not None:
             try:
