@@ -495,18 +495,17 @@ def make_job(
     watcher = Watcher()
     trajectories = Trajectories(tokens, group_size=settings.group_size)
     inbox, in_flight = Inbox(), InFlight(trajectories, rows=state.instances)
-    published = Published(RUN_ID)
+    outside = {"published": Published(RUN_ID), **(io or {})}
     fleet = make_fleet(
         servers,
         engine=engines,
         inbox=inbox,
         in_flight=in_flight,
         rows=state.instances,
-        version_of=published.version_of,
+        version_of=outside["published"].version_of,
         now=now,
     )
     made = Surroundings(
-        published=published,
         engine=engines,
         fleet=fleet,
         now=now,
@@ -517,7 +516,7 @@ def make_job(
         epoch=epoch,
         graders=graders,
         store=store,
-        **(io or {}),
+        **outside,
     )
     trainer = FakeTrainer(inbox.emit_soon, now)
     tasks = RunTasks()
