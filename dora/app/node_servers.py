@@ -14,7 +14,7 @@ from dora.controller.user_requests import UserRequests
 from dora.core.events import RequestTag
 from dora.core.ids import InstanceId
 from dora.engine.api import InferenceEngine
-from dora.errors import ConfigError, RemoteError, one_line
+from dora.errors import ConfigError, DoraError, RemoteError, one_line
 from dora.node.cluster import Cluster
 from dora.node.place import Place
 from dora.transport.node_messages import ProcessState, ServerOrder
@@ -47,23 +47,24 @@ def let_nodes_leave(
     leaving: set[asyncio.Task[None]] = set()
 
     async def leave(place: Place) -> None:
-        first = place.first_instance
-        assert first is not None, "nodes with ranks do not ask"
-        staying = {InstanceId(first + index) for index in range(opened.job.config.servers_of_node)}
-        told = False
+        first, each = place.first_instance, range(opened.job.config.servers_of_node)
+        instances = [] if first is None else [InstanceId(first + i) for i in each]  # none: they left with another node
+        staying, told = set(instances), False
         while staying and place.report is not None:
             try:
                 for instance in sorted(staying):
                     if instance in opened.job.state.instances:
                         await requests.remove(str(instance), RequestTag(by=one_line(f"node {place.name}")))
                     else:
-                        await fleet.dismiss(instance)  # it has never come up
+                        await fleet.dismiss(instance)  # it has never come up, or has left
                     staying.remove(instance)
-            except ConfigError as err:
+            except DoraError as err:  # again until it may leave: until then it serves
                 if not told:
                     opened.tell(f"node {place.name} cannot leave yet: {err}")
                 told = True
                 await asyncio.sleep(LEAVE_PAUSE_S)
+        if place.report is not None and not any(instance in fleet for instance in instances):
+            await cluster.let_go(place)
 
     def begin(place: Place) -> None:
         leaving.add(task := asyncio.create_task(leave(place), name=f"leave-{place.name}"))

@@ -61,10 +61,15 @@ async def tracking(
         for task in keeping:
             task.cancel()
         await asyncio.gather(*keeping, return_exceptions=True)
-        await asyncio.gather(*(child.finish(timeout_s=end_timeout_s) for child in children))
+        await asyncio.gather(*(_finish(child, timeout_s=end_timeout_s) for child in children))
         for name in config.trackers:
             if line := _missing(folder, name):
                 tell(line)
+
+
+async def _finish(child: Child, *, timeout_s: float) -> None:
+    with suppress(RemoteError):  # it does not end after SIGKILL, which the node logs
+        await child.finish(timeout_s=timeout_s)
 
 
 async def _keep(child: Child) -> None:

@@ -172,7 +172,11 @@ class StreamAttempt:
         request = self.sampling.request(trajectory, record, id=key, label=label, adapter=adapter, routing=routing)
         self.ids.unstopped.add(key)
         try:
-            result = await self.engine.generate(url, request, partial(self.trajectories.append, trajectory, attempt))
+            async with self.fleet.stream(order.instance):
+                if key not in self.ids.unstopped:
+                    return ev.GenerationStopped(self.now(), trajectory, attempt, start, ())
+                on_tokens = partial(self.trajectories.append, trajectory, attempt)
+                result = await self.engine.generate(url, request, on_tokens)
             if result.was_stopped and key in self.ids.unstopped:
                 raise ProtocolError(f"{url}: stopped a request without being asked to")
         except InvalidChoices as err:
@@ -202,7 +206,7 @@ class StreamAttempt:
     async def _is_as_it_was(self, instance: InstanceId) -> bool:
         """Whether a server whose stream broke off is healthy and still has weights of this run."""
         label = await self.fleet.inquire(instance)
-        return label is not None and self.served.is_known(label, instance=instance)
+        return label is not None and self.fleet.is_known(label, instance=instance)
 
     def _failed(
         self, order: cmd.Generate, record: TrajectoryRecord, *, server_gone: bool, reason: str, final: bool = False

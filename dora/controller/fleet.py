@@ -11,7 +11,9 @@ or missed health checks, and is cancelled by `dismiss`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -100,7 +102,7 @@ class _Member:
     incarnation: int = 0
     condemned: asyncio.Event = field(default_factory=asyncio.Event)
     reason: str = ""  # why it is condemned
-    has_joined: bool = False  # added during the run, which does not fail if the server is unsuitable
+    has_joined: bool = False  # of a node or a user, at any time of the run
     given_up: bool = False
     inquiry: asyncio.Lock = field(default_factory=asyncio.Lock)  # held during an inquiry
     inquiries: int = 0  # completed
@@ -139,6 +141,8 @@ class Fleet:
                 member.incarnation = rows[instance].incarnation
         self._next = InstanceId(max([len(servers) - 1, *rows, *removed]) + 1)
         self._keepers: asyncio.TaskGroup | None = None
+        self._streams = Counter[InstanceId]()  # under way
+        self._has_served = False  # an instance has been up
         self.urls: dict[InstanceId, str] = {}  #: of the instances that are up
         self.labels: dict[InstanceId, str] = {}  #: of the weights with which each came up
         self.down: dict[InstanceId, Down] = {}  #: the instances that are not
@@ -183,7 +187,7 @@ class Fleet:
         if instance is None:
             instance = self._next
         self._next = InstanceId(max(self._next, instance + 1))
-        member = self._members[instance] = _Member(server)
+        member = self._members[instance] = _Member(server, has_joined=True)
         if instance in self._rows:
             member.incarnation = self._rows[instance].incarnation
         if self._keepers is not None:
@@ -204,9 +208,14 @@ class Fleet:
                 return instance
         return None
 
+    def __contains__(self, instance: InstanceId) -> bool:
+        """Whether an instance is of the run, up or not."""
+        return instance in self._members
+
     async def dismiss(self, instance: InstanceId) -> None:
-        """Remove an instance, which the core has emptied, from the run."""
-        member = self._members.pop(instance)
+        """Remove an instance, which the core has emptied, from the run, unless it has left already."""
+        if (member := self._members.pop(instance, None)) is None:
+            return
         if member.keeper is not None:
             member.keeper.cancel()
             await asyncio.wait({member.keeper})
@@ -228,7 +237,10 @@ class Fleet:
     # -- keepers ------------------------------------------------------------------------------------------------------
 
     async def keep(self, instance: InstanceId) -> None:
-        """Keep one instance up until cancelled, or until MAX_START_FAILURES consecutive starts have failed."""
+        """Keep one instance up until cancelled, or until MAX_START_FAILURES consecutive starts have failed.
+
+        ConfigError if a server that the configuration names is unsuitable at its first start, or any before one is up.
+        """
         member = self._members[instance]
         failures = 0
         self._note_down(instance, "")
@@ -238,12 +250,13 @@ class Fleet:
             try:
                 url = await self._bring_up(instance, member)
             except (RemoteError, ConfigError) as err:
-                if isinstance(err, ConfigError) and not member.has_joined:
+                is_first = not self._has_served or (not failures and not member.has_joined)
+                if isinstance(err, ConfigError) and is_first:  # else not the configuration, but this server is at fault
                     raise
                 failures += 1
                 self._note_down(instance, str(err))
                 log.warning("instance_start_failed", instance=instance, failures=failures, reason=str(err))
-                await member.server.kill()
+                await self._kill(instance, member)
                 continue
             reason = await self._wait_for_its_end(instance, member, url)
             del self.urls[instance]
@@ -251,13 +264,20 @@ class Fleet:
             counts = self._in_flight.fence(instance)
             log.warning("instance_lost", instance=instance, reason=reason, trajectories=len(counts))
             await self._inbox.emit(InstanceLost(self._now(), instance, member.incarnation, counts, reason))
-            await member.server.kill()
+            await self._kill(instance, member)
             failures = 1  # for a short pause before the restart
         member.given_up = True
         self.down[instance] = replace(self.down[instance], then=f"given up after {failures} failed starts")
         log.error("instance_given_up", instance=instance, failures=failures)
         if all(member.given_up for member in self._members.values()):
             raise RunFailed("no inference server is left: each failed to start five times; see the servers' logs")
+
+    async def _kill(self, instance: InstanceId, member: _Member) -> None:
+        """Kill a server. If it does not end, stuck in a driver for example, its next start fails for that."""
+        try:
+            await member.server.kill()
+        except RemoteError as err:
+            log.warning("instance_kill_failed", instance=instance, reason=str(err))
 
     def _note_down(self, instance: InstanceId, reason: str) -> None:
         is_external = isinstance(self._members[instance].server, ExternalServer)
@@ -282,6 +302,7 @@ class Fleet:
         member.incarnation += 1
         self.labels[instance] = capabilities.label
         self.urls[instance] = url
+        self._has_served = True
         self.down.pop(instance, None)
         log.info("instance_up", instance=instance, url=url, incarnation=member.incarnation, version=version)
         await self._inbox.emit(
@@ -358,6 +379,8 @@ class Fleet:
                     await self._inbox.emit(PrefillReported(self._now(), instance))
                     is_healthy = True
                 is_healthy |= row.may_be_paused
+                if is_healthy and await self._has_restarted(instance):
+                    return f"{url}: was started again, and has none of its versions any more"
             strikes = 0 if is_healthy else strikes + 1
         return f"{url}: missed {strikes} health checks in a row"
 
@@ -375,6 +398,40 @@ class Fleet:
                 member.label = await self._ask_label(instance, url)
                 member.inquiries += 1
             return member.label
+
+    def is_known(self, label: str, *, instance: InstanceId) -> bool:
+        """Whether a server with this label has weights of this run; with adapters, those with which it came up."""
+        if self._limits.adapters is not None:
+            return label == self.labels.get(instance)
+        return self._version_of(label) != FOREIGN_VERSION
+
+    @asynccontextmanager
+    async def stream(self, instance: InstanceId) -> AsyncIterator[None]:
+        """Open while a request streams; ServerGone if its server was started again or does not answer."""
+        if await self._has_restarted(instance) is not False:
+            raise ServerGone(f"instance {instance}: does not answer, or was started again and has lost its versions")
+        self._streams[instance] += 1
+        try:
+            yield
+        finally:
+            self._streams[instance] -= 1
+
+    async def _has_restarted(self, instance: InstanceId) -> bool | None:
+        """Whether an external server, whose end nobody sees, has lost its versions; None if it does not answer.
+
+        One with streams has not, as a restart breaks them off. What they report at their end is not judged here.
+        """
+        member, held = self._members.get(instance), self._versions_of(instance)
+        if member is None or not isinstance(member.server, ExternalServer) or not held or self._streams[instance]:
+            return False
+        label = await self.inquire(instance)
+        if self._versions_of(instance) != held:  # the label may be older than a push, or that of one under way
+            return False
+        return label if label is None else not self.is_known(label, instance=instance)
+
+    def _versions_of(self, instance: InstanceId) -> list[VersionId]:
+        row = self._rows.get(instance)
+        return [holding.version for holding in row.holdings if holding.version is not None] if row is not None else []
 
     async def _ask_label(self, instance: InstanceId, url: str) -> str | None:
         row = self._rows.get(instance)

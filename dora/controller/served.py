@@ -28,10 +28,6 @@ class ServedWeights:
         """Return the version of tokens that a server has reported with this label, for a request under `version`."""
         return self.published.version_of(label)
 
-    def is_known(self, label: str, *, instance: InstanceId) -> bool:
-        """Whether a server with this label has weights of this run."""
-        return self.published.version_of(label) != FOREIGN_VERSION
-
 
 @dataclass(frozen=True)
 class ServedAdapters:
@@ -52,9 +48,6 @@ class ServedAdapters:
 
     def version_of(self, label: str, *, instance: InstanceId, version: VersionId) -> VersionId:
         return version if label == self.labels.get(instance) else FOREIGN_VERSION
-
-    def is_known(self, label: str, *, instance: InstanceId) -> bool:
-        return label == self.labels.get(instance)
 
 
 Served = ServedWeights | ServedAdapters

@@ -12,6 +12,7 @@ line. Waits for: the next bytes. Unblocked by: any output, and the child's end.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
 import signal
@@ -23,11 +24,14 @@ from types import TracebackType
 from typing import IO, Self
 
 import psutil
+import structlog
 
 from dora.errors import ConfigError, RemoteError
 from dora.node.lease import die_with_parent, hold
 from dora.node.plan import HOST, ProcessPlan
 from dora.node.ports import free_port
+
+log = structlog.get_logger(__name__)
 
 READY_LINE = re.compile(rb"^ready (http://\S+)\r?$", re.MULTILINE)
 #: Time from SIGTERM to SIGKILL. An idle engine ends at once; a trainer has written its checkpoint before SIGTERM.
@@ -37,6 +41,8 @@ READY_POLL_S = 0.25  # between health checks of a child without a ready line
 TAIL_LINES = 4
 _TAIL_BYTES = 4096
 _CONFIG_ERROR_CODE = 2
+#: The host lacks processes, memory or files, perhaps only for now.
+_SCARCE = {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
 #: Returns whether the server at a URL passes its health check.
 IsWell = Callable[[str], Awaitable[bool]]
@@ -63,8 +69,8 @@ class Child:
     async def start(self) -> str:
         """Start the process and wait until it is ready. Return its URL, or "" if the plan has no ready timeout.
 
-        RemoteError if it ends or times out first; ConfigError if it ends with a configuration error, so that a restart
-        would not help.
+        RemoteError if it ends or times out first, or the host lacks resources for it; ConfigError if it ends with a
+        configuration error, so that a restart would not help.
         """
         await self.kill()
         port = free_port(self._host)
@@ -126,10 +132,10 @@ class Child:
                 preexec_fn=partial(_tie_to, os.getpid()),
             )
         except OSError as err:
-            where = f"{self.plan.field}: " if self.plan.field else ""
-            raise ConfigError(
-                f"{where}{self.plan.name}: {self.plan.argv[0]} cannot be started ({err.strerror})"
-            ) from err
+            message = f"{self.plan.name}: {self.plan.argv[0]} cannot be started ({err.strerror})"
+            if err.errno in _SCARCE:
+                raise RemoteError(message) from err
+            raise ConfigError(f"{self.plan.field}: {message}" if self.plan.field else message) from err
 
     async def _ready_line(self, process: asyncio.subprocess.Process) -> str:
         """Return the URL that the process prints, or "" if it ends first."""
@@ -233,8 +239,15 @@ class Node:
         return child
 
     async def stop(self, *, grace_s: float = GRACE_S) -> None:
-        """Stop all children concurrently."""
-        await asyncio.gather(*(child.stop(grace_s=grace_s) for child in self.children.values()))
+        """Stop all children concurrently. One that does not end is left to the kernel, which has its SIGKILL."""
+
+        async def stop(child: Child) -> None:
+            try:
+                await child.stop(grace_s=grace_s)
+            except RemoteError as err:
+                log.warning("process_does_not_end", reason=str(err))
+
+        await asyncio.gather(*map(stop, self.children.values()))
 
     def kill_all(self) -> None:
         """Kill all children without waiting, for the second Ctrl-C."""

@@ -14,6 +14,7 @@ import pytest
 
 from dora.app import tracking as tracked
 from dora.config.schema import TrackingConfig
+from dora.errors import RemoteError
 from dora.journal.run_folder import RunFolder
 from dora.node.supervise import Node, tail
 from dora.trackers.follow import num_rows, read_position
@@ -65,6 +66,15 @@ async def test_a_killed_tracker_is_started_again_and_goes_on_where_its_record_en
     assert told == []
     wanted = records.expected(folder)
     assert records.from_tensorboard(folder.tracker("tensorboard"), wanted) == records.in_float32(wanted)
+
+
+async def test_a_tracker_that_does_not_end_after_a_kill_does_not_fail_the_run(folder: RunFolder) -> None:
+    async def does_not_end(*, timeout_s: float) -> None:
+        raise RemoteError("tracker-tensorboard: process 4711 does not end after SIGKILL")
+
+    async with running(folder, "tensorboard") as (node, told):
+        node.children["tracker-tensorboard"].finish = does_not_end  # type: ignore[method-assign]
+    assert len(told) == 1  # its record is incomplete
 
 
 async def test_a_tracker_that_recovers_during_the_run_is_complete_at_its_end(folder: RunFolder) -> None:

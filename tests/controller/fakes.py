@@ -43,7 +43,7 @@ from dora.controller.served import ServedWeights
 from dora.controller.trajectories import Trajectories
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import FOREIGN_VERSION, InstanceId, TrajectoryId, VersionId
+from dora.core.ids import InstanceId, TrajectoryId, VersionId
 from dora.core.state import State
 from dora.core.strategies import Pause, Settings, rules_of
 from dora.core.tables import Server
@@ -435,7 +435,7 @@ def make_fleet(
     in_flight: Any,
     rows: Mapping[InstanceId, Server],
     now: Callable[[], float],
-    version_of: Callable[[str], VersionId] = lambda label: FOREIGN_VERSION,
+    version_of: Callable[[str], VersionId],
     **limits: Any,
 ) -> Fleet:
     return Fleet(
@@ -495,7 +495,16 @@ def make_job(
     watcher = Watcher()
     trajectories = Trajectories(tokens, group_size=settings.group_size)
     inbox, in_flight = Inbox(), InFlight(trajectories, rows=state.instances)
-    fleet = make_fleet(servers, engine=engines, inbox=inbox, in_flight=in_flight, rows=state.instances, now=now)
+    outside = {"published": Published(RUN_ID), **(io or {})}
+    fleet = make_fleet(
+        servers,
+        engine=engines,
+        inbox=inbox,
+        in_flight=in_flight,
+        rows=state.instances,
+        version_of=outside["published"].version_of,
+        now=now,
+    )
     made = Surroundings(
         engine=engines,
         fleet=fleet,
@@ -507,7 +516,7 @@ def make_job(
         epoch=epoch,
         graders=graders,
         store=store,
-        **(io or {}),
+        **outside,
     )
     trainer = FakeTrainer(inbox.emit_soon, now)
     tasks = RunTasks()

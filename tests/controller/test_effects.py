@@ -15,11 +15,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from aiohttp import web
 
 from dora.adapter_files import PROOF, Proof
 from dora.config.schema import RewardConfig, SourceConfig, TaskConfig
 from dora.controller import effects
 from dora.controller.evaluations import EvalSet, Evaluations
+from dora.controller.fleet import ExternalServer
 from dora.controller.holders import OwnStore
 from dora.controller.in_flight import InFlight
 from dora.controller.inbox import Inbox
@@ -29,7 +31,8 @@ from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId, VersionId
-from dora.core.phases import GroupPhase
+from dora.core.phases import GroupPhase, WeightsPhase
+from dora.core.tables import Server as Row
 from dora.engine.names import UNCONFIRMED, request_id
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.engine import SglangEngine
@@ -80,6 +83,7 @@ async def io(server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyP
                 inbox=Inbox(),
                 in_flight=InFlight(trajectories, rows={}),
                 rows={},
+                version_of=PUBLISHED.version_of,
                 now=lambda: 0.0,
             )
             fleet.urls[InstanceId(0)] = server.url
@@ -395,6 +399,72 @@ async def test_a_server_that_was_started_again_under_a_stream_is_lost_with_its_w
     event = await io.generate(order())
     assert isinstance(event, ev.GenerationFailed)
     assert event.server_gone
+
+
+@pytest.fixture
+def external(io: Surroundings, server: ScriptedServer) -> Surroundings:
+    """The same run, in which the server belongs to others."""
+    row = Row(InstanceId(0))
+    row.full.phase, row.full.version = WeightsPhase.SERVING, VersionId(4)
+    fleet = make_fleet(
+        [ExternalServer(server.url, engine=io.engine)],
+        engine=io.engine,
+        inbox=Inbox(),
+        in_flight=InFlight(io.trajectories, rows={}),
+        rows={InstanceId(0): row},
+        version_of=PUBLISHED.version_of,
+        now=lambda: 0.0,
+    )
+    fleet.urls[InstanceId(0)] = server.url
+    server.says("/health", "")
+    server.says("/model_info", {"weight_version": LABEL})
+    return replace(io, fleet=fleet)
+
+
+@pytest.mark.parametrize(("label", "status"), [("default", 200), (LABEL, 503)])
+async def test_an_idle_external_server_that_was_started_again_is_lost_before_it_samples_a_token(
+    external: Surroundings, server: ScriptedServer, label: str, status: int
+) -> None:
+    server.says("/health", "", status=status)
+    server.says("/model_info", {"weight_version": label})
+    server.streams(chunk(eos(external), finish="stop", label=label))
+    event = await external.generate(order())
+    reason = "instance 0: does not answer, or was started again and has lost its versions"
+    assert event == ev.GenerationFailed(1.0, TrajectoryId(0), 1, 0, True, reason)
+    assert "/generate" not in server.paths()
+
+
+async def test_an_external_server_is_asked_for_its_label_by_the_first_of_several_requests(
+    external: Surroundings, server: ScriptedServer
+) -> None:
+    goes_on = asyncio.Event()
+    server.streams(goes_on, chunk(eos(external), finish="stop"))
+    requests = [asyncio.create_task(external.generate(order(trajectory=t))) for t in (0, 1)]
+    while server.paths().count("/generate") < 1:  # noqa: ASYNC110 - the server has no event for it
+        await asyncio.sleep(0)
+    asked = server.paths().count("/model_info")
+    record = external.trajectories.records[TrajectoryId(0)]
+    external.trajectories.records[TrajectoryId(2)] = TrajectoryRecord(record.prompt)
+    requests.append(asyncio.create_task(external.generate(order(trajectory=2))))
+    while server.paths().count("/generate") < 3:  # noqa: ASYNC110 - the server has no event for it
+        await asyncio.sleep(0)
+    goes_on.set()
+    assert [type(event) for event in await asyncio.gather(*requests)] == [ev.GenerationFinished] * 3
+    assert (asked, server.paths().count("/model_info")) == (1, 1)
+
+
+async def test_a_request_that_is_stopped_before_it_is_sent_is_not_sent(
+    external: Surroundings, server: ScriptedServer
+) -> None:
+    async def stop(_: web.Request) -> web.Response:
+        stop = effects.StopAttempt(external.engine, external.fleet, external.ids)
+        await stop(cmd.StopRequest(TrajectoryId(0), 1, InstanceId(0)))
+        return web.json_response({"weight_version": LABEL})
+
+    server.answers["/model_info"] = stop
+    server.says("/abort_request", {})
+    assert await external.generate(order()) == ev.GenerationStopped(1.0, TrajectoryId(0), 1, 0, ())
+    assert "/generate" not in server.paths()
 
 
 async def test_an_unhealthy_server_with_a_broken_stream_is_lost(io: Surroundings, server: ScriptedServer) -> None:

@@ -16,7 +16,7 @@ from dora.controller.fleet import HEALTH_STRIKES, MAX_START_FAILURES, ExternalSe
 from dora.controller.inbox import Inbox
 from dora.controller.published import Published
 from dora.core.events import Event, InstanceLost, InstanceUp, PrefillReported
-from dora.core.ids import GroupId, InstanceId, TrajectoryId
+from dora.core.ids import GroupId, InstanceId, TrajectoryId, VersionId
 from dora.core.phases import WeightsPhase
 from dora.core.tables import Group, Server
 from dora.engine.api import Capabilities, KvUse
@@ -29,7 +29,8 @@ from dora.observe.facts import Down
 from tests.controller.fakes import FakeEngines, FakeServer
 from tests.engine.scripted_server import ScriptedServer
 
-ZERO = InstanceId(0)
+ZERO, ONE = InstanceId(0), InstanceId(1)
+THEIRS = "http://theirs"
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +90,15 @@ async def serving(kept: Kept) -> AsyncIterator[Kept]:
         for _ in kept.servers:
             assert isinstance(await kept.next(), InstanceUp)
         yield kept
+
+
+async def given_up(kept: Kept, instance: InstanceId) -> Down:
+    """Wait until an instance is given up."""
+    keeper = kept.fleet._members[instance].keeper
+    assert keeper is not None
+    async with asyncio.timeout(10):
+        await asyncio.wait({keeper})
+    return kept.fleet.down[instance]
 
 
 async def test_an_instance_comes_up_with_the_lesser_of_its_room_and_the_configured_one() -> None:
@@ -183,8 +193,25 @@ async def test_the_run_fails_when_no_server_is_left() -> None:
     async with asyncio.timeout(10):
         await kept.fleet.keep(ZERO)
         with pytest.raises(RunFailed, match="no inference server is left: each failed to start five times"):
-            await kept.fleet.keep(InstanceId(1))
+            await kept.fleet.keep(ONE)
     assert kept.is_silent
+
+
+async def test_a_server_that_does_not_end_after_a_kill_is_given_up_and_the_others_go_on() -> None:
+    kept = Kept(2)
+
+    async def stuck() -> None:
+        raise RemoteError("engine-0: process 4711 does not end after SIGKILL")
+
+    async with serving(kept):
+        kept.servers[0].kill = stuck  # type: ignore[method-assign]
+        kept.servers[0].failures = [RemoteError("engine-0: process 4711 does not end after SIGKILL")] * 100
+        kept.fleet.condemn(ZERO, incarnation=1, reason="no token for 120 s")
+        assert await kept.next() == InstanceLost(0.0, ZERO, 1, {}, "no token for 120 s")
+        assert (await given_up(kept, ZERO)).then == "given up after 5 failed starts"
+        kept.servers[1].die()
+        assert isinstance(await kept.next(), InstanceLost)
+        assert isinstance(await kept.next(), InstanceUp)
 
 
 async def test_a_start_that_fails_now_and_then_is_forgiven() -> None:
@@ -206,6 +233,58 @@ async def test_a_config_error_at_the_start_ends_the_run() -> None:
     with pytest.raises(ConfigError, match="engine-0: cannot read the model"):
         await kept.fleet.keep(ZERO)
     assert kept.servers[0].starts == 1
+
+
+async def test_a_server_of_the_configuration_that_is_wrong_from_the_beginning_ends_the_run_although_another_is_up() -> (
+    None
+):
+    kept = Kept(2)
+    kept.servers[1].failures = [ConfigError("engine-1: other weights")]
+    first = asyncio.create_task(kept.fleet.keep(ZERO))
+    assert isinstance(await kept.next(), InstanceUp)
+    with pytest.raises(ConfigError, match="engine-1: other weights"):
+        await kept.fleet.keep(ONE)
+    first.cancel()
+
+
+async def test_a_server_of_the_first_node_that_is_unfit_ends_the_run() -> None:
+    kept = Kept(0)
+    server = FakeServer("http://engine-0")
+    server.failures = [RemoteError("node n0 is lost"), ConfigError("node n0: no CUDA device")]
+    instance = kept.fleet.add(server)
+    with pytest.raises(ConfigError, match="node n0: no CUDA device"):
+        await kept.fleet.keep(instance)
+
+
+async def test_a_server_that_was_up_and_cannot_be_started_again_is_given_up_and_the_others_go_on() -> None:
+    async with serving(Kept(2)) as kept:
+        kept.servers[0].failures = [ConfigError("engine-0: no CUDA device")] * 100
+        kept.servers[0].die()
+        assert isinstance(await kept.next(), InstanceLost)
+        assert (await given_up(kept, ZERO)).reason == "engine-0: no CUDA device"
+        kept.servers[1].die()
+        assert isinstance(await kept.next(), InstanceLost)
+        assert isinstance(await kept.next(), InstanceUp)
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+async def test_a_node_whose_server_is_unfit_does_not_end_a_run_that_serves(is_early: bool) -> None:
+    """Early: its place is one of those with which the run began, but another node is up before it."""
+    kept, server, begins = Kept(1), FakeServer("http://engine-1"), asyncio.Event()
+
+    async def start() -> Started:
+        await begins.wait()
+        raise ConfigError("node n1: engine-1 ended with exit code 2")
+
+    server.start = start  # type: ignore[method-assign]
+    if is_early:
+        kept.fleet.add(server)
+    async with serving(kept):
+        instance = ONE if is_early else kept.fleet.add(server)
+        begins.set()
+        assert (await given_up(kept, instance)).reason == "node n1: engine-1 ended with exit code 2"
+        kept.servers[0].die()
+        assert isinstance(await kept.next(), InstanceLost)
 
 
 # -- servers that their node kept -------------------------------------------------------------------------------------
@@ -308,6 +387,49 @@ async def test_a_server_is_lost_after_three_missed_checks_in_a_row(checked: Chec
         assert lost == InstanceLost(0.0, ZERO, 1, {}, "http://engine-0: missed 3 health checks in a row")
         assert kept.servers[0].kills == 1
         assert (await kept.next()).incarnation == 2  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+async def external(checked: Checked) -> AsyncIterator[Server]:
+    """The row of a further server, of others: instance 1, which came up without a version."""
+    kept = checked.kept
+    async with serving(kept):
+        row = kept.rows[ONE] = Server(ONE)
+        kept.fleet.join(THEIRS, slots=4)
+        assert isinstance(await kept.next(), InstanceUp)
+        yield row
+
+
+async def test_an_idle_external_server_that_was_started_again_is_lost_by_its_label(
+    checked: Checked, external: Server
+) -> None:
+    kept = checked.kept
+    await checked.turns()
+    assert kept.is_silent  # it has no version yet, and its label is of none
+    external.full.phase, external.full.version = WeightsPhase.SERVING, VersionId(5)
+    kept.engines.labels[THEIRS] = kept.published.label(VersionId(5))
+    await checked.turns()
+    assert kept.is_silent
+    async with kept.fleet.stream(ONE):
+        kept.engines.labels[THEIRS] = "default"
+        await checked.turns()
+        assert kept.is_silent  # the answer will tell
+    reason = f"{THEIRS}: was started again, and has none of its versions any more"
+    assert await kept.next() == InstanceLost(0.0, ONE, 1, {}, reason)
+    assert (await kept.next()).incarnation == 2  # type: ignore[attr-defined]
+
+
+async def test_a_label_that_a_push_may_have_changed_meanwhile_says_nothing(checked: Checked, external: Server) -> None:
+    kept, full = checked.kept, external.full
+
+    async def label(url: str) -> str:
+        full.phase, full.version, full.pushing = WeightsPhase.UPDATING, None, VersionId(5)
+        return UNCONFIRMED
+
+    kept.engines.label = label  # type: ignore[method-assign]
+    full.phase, full.version = WeightsPhase.SERVING, VersionId(4)
+    async with kept.fleet.stream(ONE):
+        assert kept.is_silent
 
 
 async def test_a_server_is_not_asked_for_its_health_while_a_push_may_have_paused_it(checked: Checked) -> None:
@@ -432,7 +554,7 @@ async def test_kv_that_rises_while_tokens_come_is_no_prefill(checked: Checked) -
 
 async def test_a_server_that_joins_gets_an_id_that_was_never_given() -> None:
     async with serving(Kept(2)) as kept:
-        await kept.fleet.dismiss(InstanceId(1))
+        await kept.fleet.dismiss(ONE)
         assert kept.fleet.join("http://engine-1", slots=4) == 2
         assert kept.fleet.join("http://engine-2", slots=4) == 3
 
@@ -441,7 +563,7 @@ async def test_a_server_that_leaves_is_stopped_and_reported_no_more() -> None:
     async with serving(Kept(2)) as kept:
         await kept.fleet.dismiss(ZERO)
         assert (kept.servers[0].stops, kept.servers[0].kills) == (1, 0)
-        assert kept.fleet.urls == {InstanceId(1): "http://engine-1"}
+        assert kept.fleet.urls == {ONE: "http://engine-1"}
         kept.servers[1].die()
         assert isinstance(await kept.next(), InstanceLost)
         assert isinstance(await kept.next(), InstanceUp)
@@ -456,7 +578,7 @@ async def test_servers_join_while_this_host_allows_a_connection_for_each_of_thei
             kept.fleet.join("http://engine-3", slots=8)
     async with serving(Kept(1, slots=None)) as kept:
         kept.rows[ZERO] = Server(ZERO, slots=2)
-        kept.rows[kept.fleet.join("http://engine-1", slots=5)] = Server(InstanceId(1), slots=5)
+        kept.rows[kept.fleet.join("http://engine-1", slots=5)] = Server(ONE, slots=5)
         with pytest.raises(ConfigError, match=r"of 3 instances need up to 13 connections, but this host allows 12"):
             kept.fleet.join("http://engine-3", slots=6)
 
@@ -466,11 +588,7 @@ async def test_a_server_that_joined_and_turns_out_unfit_does_not_end_the_run() -
     async with serving(kept):
         kept.fleet._limits = replace(kept.fleet._limits, context_tokens=5000)
         instance = kept.fleet.join("http://engine-9", slots=4)
-        member = kept.fleet._members[instance]
-        async with asyncio.timeout(10):
-            assert member.keeper is not None
-            await asyncio.wait({member.keeper})
-        assert member.given_up
+        assert (await given_up(kept, instance)).then == "given up after 5 failed starts"
         assert kept.fleet.urls == {ZERO: "http://engine-0"}
 
 

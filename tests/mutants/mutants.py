@@ -738,7 +738,7 @@ _ACCESS: Final = (
         ),
         (
             "server-started-again-taken-for-the-same",
-            "        return label is not None and self.served.is_known(label, instance=instance)",
+            "        return label is not None and self.fleet.is_known(label, instance=instance)",
             "        return label is not None",
             "test_a_server_that_was_started_again_under_a_stream_is_lost_with_its_weights",
         ),

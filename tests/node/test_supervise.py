@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import structlog
 
 from dora.errors import ConfigError, RemoteError
 from dora.node.lease import hold
@@ -181,6 +183,21 @@ async def test_a_program_that_does_not_exist_is_a_config_error(node: Node):
         await node.add(missing).start()
 
 
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
+async def test_a_process_for_which_the_host_lacks_resources_may_be_started_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch, number: int
+):
+    async def fork(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    child = node.add(plan(READY + FOREVER))
+    with monkeypatch.context() as full:
+        full.setattr(asyncio, "create_subprocess_exec", fork)
+        with pytest.raises(RemoteError, match=rf"engine-0: .* cannot be started \({os.strerror(number)}\)"):
+            await child.start()
+    assert await child.start() == "http://127.0.0.1:7777"
+
+
 async def test_a_child_that_is_not_ready_in_time_is_killed(node: Node):
     child = node.add(plan(FOREVER, ready_timeout_s=0.2))
     with pytest.raises(RemoteError, match=r"engine-0: not ready after 0\.2 s; its log \(.*\) is empty"):
@@ -237,6 +254,23 @@ async def test_leaving_the_node_leaves_no_process_behind(tmp_path: Path):
         _, first = await running(node, READY + FOREVER, name="engine-0")
         _, second = await running(node, READY + FOREVER, name="engine-1")
     await_gone([first, second])
+
+
+async def test_a_child_that_does_not_end_fails_neither_the_end_of_the_node_nor_that_of_the_others(tmp_path: Path):
+    reason = "engine-0: process 4711 does not end after SIGKILL"
+
+    async def does_not_end(*, grace_s: float) -> None:
+        raise RemoteError(reason)
+
+    async with Node(logs=tmp_path, lease=tmp_path / "lease") as node:
+        stuck, _ = await running(node, READY + FOREVER)
+        stuck.stop = does_not_end  # type: ignore[method-assign]
+        _, other = await running(node, READY + FOREVER, name="engine-1")
+        with structlog.testing.capture_logs() as said:
+            await node.stop()
+    await_gone([other])
+    assert [line["reason"] for line in said] == [reason]
+    await stuck.kill()
 
 
 async def test_an_error_inside_the_node_leaves_no_process_behind(tmp_path: Path):
