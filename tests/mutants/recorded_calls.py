@@ -24,8 +24,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "answers-that-calls-end-have-no-length",
-            "        if (event.ended or event.failed) and id >= 0:\n            record.lengths[id] = event.num_tokens\n",
-            "",
+            "        if (event.ended or event.failed) and id >= 0:\n",
+            "        if False:\n",
             _READ,
         ),
         ("a-lost-server-keeps-answers", "self._turns[id] = None, self._turns[id][1]", "pass", _KEPT),
