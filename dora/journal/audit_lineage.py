@@ -12,6 +12,7 @@ from typing import Any, Final
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.training import KEPT_CHECKPOINTS
+from dora.core.versions import digest_of
 from dora.journal.audit_tables import AuditTables
 
 LINEAGE: Final = "lineage"
@@ -28,12 +29,14 @@ def _on_version_published(t: AuditTables, event: ev.VersionPublished) -> None:
     expected = t.chains.get(version - 1, event.chain)
     if event.chain != expected:
         t.find(LINEAGE, "version", version, f"has chain {event.chain}; step {version} has {expected}")
-    if event.files != t.published.setdefault(version, event.files):
+    is_other = event.files != t.published.setdefault(version, event.files)
+    if is_other and version in t.stored:
         t.find(LINEAGE, "version", version, "is published again with other bytes, which are served")
-    elif event.differs:
+    elif is_other or event.differs:  # if it was released, there may be no copy with which the trainer compares it
         t.replays_differ += 1
         if t.settings.deterministic:
-            t.find(LINEAGE, "version", version, f"is recomputed with other bytes: checksum {event.differs}")
+            checksum = event.differs or digest_of(event.files)
+            t.find(LINEAGE, "version", version, f"is recomputed with other bytes: checksum {checksum}")
 
 
 def _on_checkpoint_saved(t: AuditTables, event: ev.CheckpointSaved) -> None:

@@ -70,9 +70,21 @@ def test_a_version_of_another_chain_than_its_step_is_named(entries: Entries, aud
 def test_a_version_served_with_other_bytes_than_it_was_published_with_is_named(
     entries: Entries, audited: Audited
 ) -> None:
-    at, _ = first_event(entries, ev.VersionPublished, lambda e: e.version == 1)
-    found = lineage(audited(again(entries, at, files={"model.safetensors": "other"})))
+    at, event = first_event(entries, ev.VersionPublished, lambda e: e.version == 1)
+    other = msgspec.structs.replace(event, files={"model.safetensors": "other"})
+    found = lineage(audited([*entries[: at + 1], (other, []), *entries[at + 1 :]]))
     assert "is published again with other bytes" in found["version 1"]
+
+
+def test_other_bytes_of_a_replay_are_counted_if_the_version_was_released(entries: Entries, audited: Audited) -> None:
+    """With `weights.keep`, no copy is left with which the trainer could compare them."""
+    at, _ = first_event(entries, ev.VersionPublished, lambda e: e.version == 1)
+    assert any(cmd.ReleaseVersion(1) in orders for _, orders in entries)
+    planted = again(entries, at, files={"model.safetensors": "other"})
+    reports = {is_exact: audited(planted, deterministic=is_exact) for is_exact in (True, False)}
+    assert [report.replays_differ for report in reports.values()] == [1, 1]
+    assert "is recomputed with other bytes: checksum " in lineage(reports[True])["version 1"]
+    assert lineage(reports[False]) == {}
 
 
 def test_other_bytes_of_a_replay_are_counted_and_a_violation_where_the_trainer_is_deterministic(

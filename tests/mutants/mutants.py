@@ -659,9 +659,15 @@ _LINEAGE: Final = (
         ),
         (
             "audit-ignores-other-bytes-served",
-            "    if event.files != t.published.setdefault(version, event.files):",
+            "    if is_other and version in t.stored:",
             "    if False:",
             "test_a_version_served_with_other_bytes_than_it_was_published_with_is_named",
+        ),
+        (
+            "audit-calls-other-bytes-of-a-released-version-served",
+            "    if is_other and version in t.stored:",
+            "    if is_other:",
+            "test_other_bytes_of_a_replay_are_counted_if_the_version_was_released",
         ),
         (
             "audit-ignores-deleted-checkpoints",
