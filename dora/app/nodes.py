@@ -17,11 +17,13 @@ import msgspec
 from dora import files
 from dora.app.node_ranks import REPLACE_TIMEOUT_S, fewest_nodes, hold_again
 from dora.app.opening import Opened
+from dora.app.resume import Recorded
 from dora.app.settings import live_bytes
 from dora.config.schema import Config
 from dora.core.ids import InstanceId, VersionId
 from dora.errors import ConfigError, RemoteError, RunFailed
 from dora.node.cluster import Cluster, ClusterSettings
+from dora.node.spread import Spread
 from dora.tls import TlsFiles
 from dora.transport.node_messages import RelaySource
 from dora.weights.store import Manifest, VersionStore
@@ -57,20 +59,21 @@ async def open_cluster(opened: Opened) -> AsyncIterator[Cluster]:
         connects=partial(connects, tls=TlsFiles.of(config.nodes.tls)),
     )
     async with Cluster.listening(config, settings, store=opened.store, checkpoints=folder.checkpoints) as cluster:
-        await asyncio.to_thread(_name_versions, cluster, opened)
+        if config.nodes.store == "relay" and job.recorded is not None:
+            name_versions(cluster.spread, job.recorded)
+            if config.num_training_nodes:
+                await asyncio.to_thread(hold_again, cluster, opened)
         await _wait_for_enough(cluster, config, is_resumed=job.epoch > 0)
         yield cluster
 
 
-def _name_versions(cluster: Cluster, opened: Opened) -> None:
-    """Have the nodes hold the versions of an earlier start that are on the disk."""
-    if opened.job.config.nodes.store == "shared":
-        return
-    for version in opened.store.durable():
-        if version in opened.job.state.window.entries:
-            cluster.spread.hold(opened.store.manifest(version))
-    if opened.job.config.num_training_nodes:
-        hold_again(cluster, opened)
+def name_versions(spread: Spread, recorded: Recorded) -> None:
+    """Have the nodes hold the versions of an earlier start that are needed, whether or not this host had received them.
+
+    What the ranks write again may have other bytes (on GPUs), so that answers under a version could not be continued.
+    """
+    for version in recorded.state.window.entries:
+        spread.hold(recorded.manifest_of(version))
 
 
 async def _wait_for_enough(cluster: Cluster, config: Config, *, is_resumed: bool) -> None:

@@ -39,7 +39,7 @@ from dora.observe.observed import Folded
 from dora.observe.visits import Visits
 from dora.tasks.prompts import Prompt
 from dora.weights import checkpoints
-from dora.weights.store import StoreError, VersionStore
+from dora.weights.store import Manifest, StoreError, VersionStore
 
 #: The note that holds the digest of the held-out prompts.
 HELD_OUT = "held-out"
@@ -57,6 +57,7 @@ class Recorded:
     config: str  # configuration of the latest epoch, as TOML
     rollout_only: bool
     files: Mapping[VersionId, Mapping[str, str]]  # of every version, as first published
+    num_bytes: Mapping[VersionId, int]  # the same
     chains: Mapping[StepId, str]  # of every trained step
     configs: Mapping[StepId, str]  # under which each step was first trained, as TOML
     base_chain: str | None  # of version 0; None if it was not published
@@ -70,6 +71,10 @@ class Recorded:
     def configuration(self) -> Config:
         """The configuration of the latest epoch; ConfigError if this version of DORA cannot read it."""
         return _parse(self.config)
+
+    def manifest_of(self, version: VersionId) -> Manifest:
+        """Return the manifest of a version, as first published."""
+        return Manifest(version, self.files[version], self.num_bytes[version], self.chain_of(version))
 
     def chain_of(self, version: VersionId) -> str:
         """Return the chain of a version's weights; "" if it is unknown."""
@@ -96,6 +101,7 @@ def read_run(folder: RunFolder) -> Recorded:
     epochs: list[Epoch] = []
     last_at, end, config = 0.0, None, ""
     files: dict[VersionId, Mapping[str, str]] = {}
+    num_bytes: dict[VersionId, int] = {}
     chains: dict[StepId, str] = {}
     configs: dict[StepId, str] = {}
     saved: set[str] = set()
@@ -119,6 +125,7 @@ def read_run(folder: RunFolder) -> Recorded:
                 configs.setdefault(event.step, config)
             case VersionPublished():
                 files.setdefault(event.version, event.files)
+                num_bytes.setdefault(event.version, event.num_bytes)
                 base_chain = event.chain if event.version == 0 else base_chain
             case CheckpointSaved():
                 saved.add(Path(event.folder).name)
@@ -131,6 +138,7 @@ def read_run(folder: RunFolder) -> Recorded:
         config=config,
         rollout_only=journal.header.rollout_only,
         files=files,
+        num_bytes=num_bytes,
         chains=chains,
         configs=configs,
         base_chain=base_chain,

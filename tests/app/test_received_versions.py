@@ -1,4 +1,4 @@
-"""Versions that this host receives from nodes: what is waited for when one does not come."""
+"""Versions on nodes: what is waited for when one does not come to this host, and what stays on them at a resume."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
-from dora.app.nodes import NodeVersions
+from dora.app.nodes import NodeVersions, name_versions
+from dora.app.resume import read_run
 from dora.controller import copies as copies_module
 from dora.controller.copies import Copies
 from dora.controller.published import Published
@@ -20,9 +22,12 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import VersionId
 from dora.errors import RunFailed
+from dora.journal.run_folder import RunFolder
 from dora.node import spread as spread_module
 from dora.transport.node_messages import NodeOrders, RelaySource
 from dora.weights.store import Manifest
+from tests.core.world import run as run_of_world
+from tests.journal.recorded import first_event, with_event, write
 from tests.node.peers import WAIT_S, Controller, Peer, controller
 from tests.weights.nodes import KEY, held, node, publish, store_at
 
@@ -131,3 +136,27 @@ async def test_a_last_version_that_is_on_its_way_is_waited_for(tmp_path: Path, m
         run = await stack.enter_async_context(made_by_a_node(tmp_path, relay=relay))
         await run.copies.keep_result(published(manifest))
         assert held(run.there.cluster.spread._store) == held(maker)
+
+
+async def test_nodes_keep_a_version_that_a_resumed_controller_had_not_received(tmp_path: Path) -> None:
+    """It was journaled and sampled from; the ranks' node gets it before its ranks write it again."""
+    world = run_of_world(seed=3, steps=2)
+    made = publish(store_at(tmp_path / "lost"), 2)
+    entries = list(world.journal)
+    at, _ = first_event(entries, ev.VersionPublished, lambda e: e.version == 2)
+    entries = with_event(entries, at, **structs.asdict(published(made)) | {"at": entries[at][0].at})
+    at, _ = first_event(entries, ev.StepTrained, lambda e: e.step == 1)
+    entries = with_event(entries, at, chain=made.chain)
+    recorded = read_run(write(RunFolder.create(tmp_path, name="recorded"), world.settings, entries))
+    assert [*recorded.state.window.entries] == [2]
+    async with controller(tmp_path, "nodes.expected=2", "rollout.max_staleness=0") as there, asyncio.timeout(WAIT_S):
+        spread = there.cluster.spread
+        name_versions(spread, recorded)
+        with Peer(there.address, "a") as maker, Peer(there.address, "b") as rolling:
+            await asyncio.gather(maker.join(), rolling.join())
+            for peer in (maker, rolling):
+                orders = await peer.until(NodeOrders, saying=peer.reports())
+                order = orders.versions[2]
+                assert Manifest(VersionId(2), order.files, order.num_bytes, order.chain) == made
+            await rolling.send(rolling.reports(versions={2: "/there"}))
+            await there.until(lambda cluster: not spread.has_again(cluster.places[0]))
