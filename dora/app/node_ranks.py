@@ -108,8 +108,6 @@ class NodeRanks:
                 late = self._why_lost() or "a node has not ended its ranks"
                 raise RemoteError(f"{late} (waited for {NODES_TIMEOUT_S:g} s)")
             self._active = self._of_whole_copies([place for place in self._places if _has_none(place)])
-        if self._has_own_store:
-            await asyncio.to_thread(hold_again, self._cluster, self._opened)
         await self.start(incarnation)
         return self.num_ranks
 
@@ -251,13 +249,6 @@ def fewest_nodes(config: Config) -> int:
         return 0
     at_least, at_once = config.trainer.min_ranks or config.trainer.ranks, nodes_at_once(config)
     return math.ceil(at_least / (at_once * config.ranks_of_node)) * at_once
-
-
-def hold_again(cluster: Cluster, opened: Opened) -> None:
-    """Have the ranks' node receive the versions that its ranks will write again, but for those that it gets anyway."""
-    for version in opened.store.durable():
-        if version > opened.start.step and version not in opened.job.state.window.entries:
-            cluster.spread.hold_again(opened.store.manifest(version))
 
 
 def _has_none(place: Place) -> bool:

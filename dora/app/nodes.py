@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from dora import files
-from dora.app.node_ranks import REPLACE_TIMEOUT_S, fewest_nodes, hold_again
+from dora.app.node_ranks import REPLACE_TIMEOUT_S, fewest_nodes
 from dora.app.opening import Opened
 from dora.app.resume import Recorded
 from dora.app.settings import live_bytes
@@ -61,8 +61,6 @@ async def open_cluster(opened: Opened) -> AsyncIterator[Cluster]:
     async with Cluster.listening(config, settings, store=opened.store, checkpoints=folder.checkpoints) as cluster:
         if config.nodes.store == "relay" and job.recorded is not None:
             name_versions(cluster.spread, job.recorded)
-            if config.num_training_nodes:
-                await asyncio.to_thread(hold_again, cluster, opened)
         await _wait_for_enough(cluster, config, is_resumed=job.epoch > 0)
         yield cluster
 
@@ -142,6 +140,9 @@ class NodeVersions:
 
     def release(self, version: VersionId) -> None:
         self.cluster.spread.release(version)
+
+    def drop(self, manifest: Manifest) -> None:
+        self.cluster.spread.drop(manifest)
 
     async def folder(self, instance: InstanceId, version: VersionId) -> Path:
         place = self.cluster.places.of_instance(instance)

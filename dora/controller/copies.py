@@ -80,9 +80,6 @@ class Copies:
             keeping = self._keep_version(event, is_needed=is_needed, position=position)
             self._copies[event.version] = self._tasks.finishing(keeping, name=f"keep-{event.version}")
 
-    def _hold(self, event: ev.VersionPublished) -> None:
-        self._holders.hold(Manifest(event.version, event.files, event.num_bytes, event.chain))
-
     async def keep_result(self, event: ev.Event) -> None:
         """Copy the final version before FinishRun is journaled: no resume would write the version again.
 
@@ -91,7 +88,7 @@ class Copies:
         self.end()
         version = self._window.newest
         if isinstance(event, ev.VersionPublished) and event.files:
-            self._hold(event)
+            self._holders.hold(_manifest(event))
         if version is not None and not (isinstance(event, ev.VersionPublished) and not event.files):
             await (self._copies.get(version) or self._copy(version))
             if problem := self._not_received.get(version):
@@ -113,9 +110,11 @@ class Copies:
     async def _keep_version(self, event: ev.VersionPublished, *, is_needed: bool, position: int) -> None:
         version = event.version
         await self._commits.durable(position)
-        if is_needed or self._keeps(version):
-            self._hold(event)
+        if is_needed or (self._keeps(version) and version not in await asyncio.to_thread(self._store.durable)):
+            self._holders.hold(_manifest(event))
             await self._copy(version)
+        else:
+            self._holders.drop(_manifest(event))
         if not is_needed:
             self._copies.pop(version, None)  # unless `_release_when_copied` has removed it
             await self._release(version)
@@ -188,3 +187,7 @@ class Copies:
         await self._commits.durable(self._commits.written)  # including the ReleaseVersion of each
         for version in unneeded:
             await asyncio.to_thread(self._store.release_durable, version)
+
+
+def _manifest(event: ev.VersionPublished) -> Manifest:
+    return Manifest(event.version, event.files, event.num_bytes, event.chain)

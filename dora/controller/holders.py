@@ -28,6 +28,9 @@ class Holders(Protocol):
     def release(self, version: VersionId) -> None:
         """Have all of them delete a version."""
 
+    def drop(self, manifest: Manifest) -> None:
+        """Have the node of the ranks delete a version that they have written again, and that nothing needs."""
+
 
 @dataclass(frozen=True)
 class OwnStore:
@@ -46,3 +49,5 @@ class OwnStore:
         return await asyncio.to_thread(self.store.folder, version)
 
     def release(self, version: VersionId) -> None: ...
+
+    def drop(self, manifest: Manifest) -> None: ...

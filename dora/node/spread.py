@@ -59,28 +59,23 @@ class Spread:
         self._manifests: dict[VersionId, Manifest] = {}
         self._own: dict[VersionId, Stock] = {}  # what this host has
         self._released: set[VersionId] = set()  # that nodes may still need as bases
-        #: Released versions that the ranks will write again: on their node, so that the journaled bytes are kept.
-        self._again: dict[VersionId, Manifest] = {}
-
-    def hold_again(self, manifest: Manifest) -> None:
-        """Have the ranks' node receive a version that its ranks will write again."""
-        self._again[manifest.version] = manifest
-        self._own.setdefault(manifest.version, Stock.NOTHING)
-        self.note_own(manifest.version)
+        #: Versions that ranks wrote again and nothing needs, with their node: named to it until it has reported them.
+        self._unneeded: dict[VersionId, tuple[Place, Manifest]] = {}
 
     def has_again(self, place: Place) -> bool:
-        """Return whether the ranks' node has all versions that its ranks may write again, unless no node has them."""
+        """Return whether the ranks' node has all needed versions, which its ranks may write again, unless no node has
+        them."""
         others = [other for other in self._places if other is not place]
         kept = {
             version
             for version in self._manifests.keys() - self._released
             if self._own[version] is Stock.ALL or Stock.ALL in (_holding(other, version) for other in others)
         }
-        return place.report is not None and self._again.keys() | kept <= place.report.versions.keys()
+        return place.report is not None and kept <= place.report.versions.keys()
 
     def hold(self, manifest: Manifest) -> None:
         """Have the nodes receive a version that is journaled."""
-        self._again.pop(manifest.version, None)
+        self._unneeded.pop(manifest.version, None)
         self._manifests[manifest.version] = manifest
         self._own.setdefault(manifest.version, Stock.NOTHING)
         self.note_own(manifest.version)
@@ -148,7 +143,19 @@ class Spread:
             self._released.add(version)
             self._changes.tell()
 
+    def drop(self, manifest: Manifest) -> None:
+        """Have the ranks' node delete a version that they have written again, unless nodes hold it as a base.
+
+        A node deletes what it held and is no longer ordered to hold.
+        """
+        if self.maker is not None and manifest.version not in self._manifests:
+            self._unneeded[manifest.version] = self.maker, manifest
+            self._changes.tell()
+
     def _forget_released(self) -> None:
+        for version, (place, _) in [*self._unneeded.items()]:
+            if place.report is None or version in place.report.versions:
+                del self._unneeded[version]
         for version in [version for version in self._released if not self._is_base(version)]:
             self._released.discard(version)
             del self._manifests[version]
@@ -188,17 +195,12 @@ class Spread:
         """Return the versions that each node must hold, with their sources, in the order of the places."""
         self._forget_released()
         found: list[dict[int, FolderOrder]] = [{} for _ in self._places]
-        for version, manifest in {**self._manifests, **self._again}.items():
-            files = dict(manifest.files)
+        for version, manifest in self._manifests.items():
             for place, sources in self._sources(version):
                 if place is not None:
-                    found[place.number][version] = FolderOrder(
-                        files=files,
-                        num_bytes=manifest.num_bytes,
-                        chain=manifest.chain,
-                        sources=sources,
-                        base=self._base(version),
-                    )
+                    found[place.number][version] = _order(manifest, sources, base=self._base(version))
+        for version, (place, manifest) in self._unneeded.items():
+            found[place.number][version] = _order(manifest, ())
         return found
 
     def _base(self, version: VersionId) -> VersionId | None:
@@ -213,7 +215,7 @@ class Spread:
 
     def _sources(self, version: VersionId) -> list[tuple[Place | None, tuple[RelaySource, ...]]]:
         """Return all receivers, each with its sources; None is this host."""
-        rolling = [] if version in self._again else [place for place in self._places if not place.has_ranks]
+        rolling = [place for place in self._places if not place.has_ranks]
         chain = [*rolling, None, *([self.maker] if self.maker is not None else [])]
         own = self._own.get(version, Stock.NOTHING)
         chosen = choose([own if place is None else _holding(place, version) for place in chain])
@@ -238,3 +240,8 @@ def _holding(place: Place, version: VersionId) -> Stock:
     if report.problem:
         return Stock.GONE
     return Stock.SOME if version in report.fetching else Stock.NOTHING
+
+
+def _order(manifest: Manifest, sources: tuple[RelaySource, ...], *, base: VersionId | None = None) -> FolderOrder:
+    files, num_bytes, chain = dict(manifest.files), manifest.num_bytes, manifest.chain
+    return FolderOrder(files=files, num_bytes=num_bytes, chain=chain, sources=sources, base=base)

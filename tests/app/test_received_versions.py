@@ -64,6 +64,7 @@ class OnDisk:
 class Run:
     there: Controller
     maker: Peer
+    rolling: Peer
     tasks: RunTasks
     window: Versions
     copies: Copies
@@ -99,7 +100,7 @@ async def made_by_a_node(tmp_path: Path, **relay: Any) -> AsyncIterator[Run]:
                 keep=2,
                 holders=NodeVersions(there.cluster, store),
             )
-            yield Run(there, maker, tasks, window, copies)
+            yield Run(there, maker, rolling, tasks, window, copies)
 
 
 async def test_nodes_delete_a_version_for_which_this_host_never_had_room(tmp_path: Path) -> None:
@@ -109,6 +110,31 @@ async def test_nodes_delete_a_version_for_which_this_host_never_had_room(tmp_pat
         run.window.entries.clear()
         run.copies.release(cmd.ReleaseVersion(THREE), position=0)
         await run.maker.until(NodeOrders, lambda orders: not orders.versions, saying=run.maker.reports())
+
+
+@pytest.mark.parametrize("version", [1, 2], ids=["whose copy is not kept", "of which there is a copy"])
+async def test_the_ranks_node_deletes_a_version_that_was_written_again_and_nothing_needs(
+    tmp_path: Path, version: int
+) -> None:
+    async with made_by_a_node(tmp_path) as run, run.tasks.group:
+        store = run.there.cluster.spread._store
+        publish(store, 2)
+        store.copy_durable(VersionId(2))
+        again = publish(store_at(tmp_path / "again"), version, {"config.json": b"written again"})
+        run.copies.publish(published(again), position=0)
+        orders = await run.maker.until(NodeOrders, lambda orders: version in orders.versions)
+        assert orders.versions[version].files == dict(again.files)
+        assert orders.versions[version].sources == ()
+        own = {THREE: "/there"}
+        await run.maker.until(
+            NodeOrders,
+            lambda orders: version not in orders.versions,
+            saying=run.maker.reports(versions=own | {version: "/there"}),
+        )
+        run.there.cluster.spread.hold(HUGE)
+        orders = await run.rolling.until(NodeOrders, lambda orders: bool(orders.versions))
+        assert version not in orders.versions
+        run.there.cluster.spread.release(THREE)
 
 
 async def test_the_end_of_a_run_does_not_wait_for_room_for_good(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ class Checker:
         self.waves: dict[tuple[int, int], Record] = {}
         self.chains: dict[int, str] = {}
         self.files: dict[int, dict[str, str]] = {}
+        self.released: set[int] = set()
         self.version_chains: dict[int, str] = {}
         self.checkpoints: dict[str, tuple[int, str]] = {}  # folder name -> step, chain
         self.servers: dict[int, Server] = defaultdict(Server)
@@ -291,12 +292,17 @@ class Checker:
     def on_published(self, event: Record) -> None:
         version, chain = event["version"], event["chain"]
         files = self.files.setdefault(version, event["files"])
-        self.require(files == event["files"], "version", f"version {version} is published with other files")
-        if self.settings["deterministic"]:
+        is_exact = self.settings["deterministic"]
+        if is_exact or version not in self.released:
+            self.require(files == event["files"], "version", f"version {version} is published with other files")
+        if is_exact:
             self.require(not event["differs"], "version", f"version {version} was made again with {event['differs']}")
         before = self.version_chains.setdefault(version, chain)
         made_by = self.chains.get(version - 1) if version else before
         self.require(chain == before == made_by, "chain", f"version {version}: {chain}, its step has {made_by}")
+
+    def on_release(self, order: Record) -> None:
+        self.released.add(order["version"])
 
     def on_saved(self, event: Record) -> None:
         step, chain = event["step"], event["chain"]
@@ -361,6 +367,7 @@ HANDLERS: Mapping[str, Callable[[Checker, Record], None]] = {
     "TrainMicroBatch": Checker.on_wave,
     "StepTrained": Checker.on_trained,
     "VersionPublished": Checker.on_published,
+    "ReleaseVersion": Checker.on_release,
     "CheckpointSaved": Checker.on_saved,
 }
 

@@ -49,11 +49,21 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     ),
     *of(
         "dora/node/spread.py",
+        "tests/app/test_received_versions.py",
+        (
+            "what-was-written-again-is-named-to-its-node-for-good",
+            "            if place.report is None or version in place.report.versions:",
+            "            if place.report is None:",
+            "test_the_ranks_node_deletes_a_version_that_was_written_again_and_nothing_needs",
+        ),
+    ),
+    *of(
+        "dora/node/spread.py",
         "tests/node/test_cluster.py",
         (
             "ranks-write-again-what-another-node-has",
-            "self._again.keys() | kept <= place",
-            "self._again.keys() <= place",
+            "return place.report is not None and kept <= place.report.versions.keys()",
+            "return place.report is not None",
             "test_ranks_wait_for_the_versions_that_they_may_write_again_unless_no_node_has_them",
         ),
         (
