@@ -38,8 +38,17 @@ from dora.journal.tokens import read_tokens
 #: Maximum number of violations with an excerpt; each excerpt takes another pass over the journal.
 MAX_EXCERPTS: Final = 10
 
-#: Beginnings of the changes of settings that only alter how a trainer rounds.
-_PASSES: Final = ("trainer.micro_batch_tokens: ", "trainer.ranks: ", "trainer.min_ranks: ", "trainer.parallel.")
+#: Beginnings of the changes of settings that only alter how a trainer rounds, or the type of what it publishes.
+_ROUNDING: Final = (
+    "trainer.micro_batch_tokens: ",
+    "trainer.ranks: ",
+    "trainer.min_ranks: ",
+    "trainer.parallel.",
+    "trainer.threads: ",
+    "trainer.compile: ",
+    "trainer.shared_prompts: ",
+    "trainer.publish_dtype: ",
+)
 
 #: The rule of a violation that is damage to a file.
 DAMAGE: Final = "damage"
@@ -101,10 +110,10 @@ def audit(folder: RunFolder) -> AuditReport:
 
 
 def _settings_of(journal: Journal) -> Settings:
-    """Return the run's settings. After a change of how ranks split their work, replays may round differently."""
+    """Return the run's settings. After a change of how ranks compute, replays may round differently."""
     with suppress(JournalError, ProtocolError):  # damage is found later
         for record in journal.records():
-            if isinstance(record, Epoch) and any(line.startswith(_PASSES) for line in record.changes):
+            if isinstance(record, Epoch) and any(line.startswith(_ROUNDING) for line in record.changes):
                 return structs.replace(journal.header.settings, deterministic=False)
     return journal.header.settings
 

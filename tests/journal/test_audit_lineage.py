@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,10 +11,12 @@ import pytest
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.strategies import Settings
-from dora.journal.audit import audit_entries
+from dora.journal.audit import audit, audit_entries
 from dora.journal.audit_report import AuditReport
+from dora.journal.codec import Epoch
+from dora.journal.writer import JournalWriter
 from tests.core.world import World, run
-from tests.journal.recorded import Entries, first_event, with_event
+from tests.journal.recorded import Entries, first_event, new_folder, with_event, write
 
 #: (entries, settings) -> the report.
 Audited = Callable[..., AuditReport]
@@ -96,6 +99,29 @@ def test_other_bytes_of_a_replay_are_counted_and_a_violation_where_the_trainer_i
     assert [report.replays_differ for report in reports.values()] == [1, 1]
     assert "is recomputed with other bytes: checksum 0f" in lineage(reports[True])["version 1"]
     assert lineage(reports[False]) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "may_differ"),
+    [
+        ("trainer.threads: 1 -> 4", True),
+        ("trainer.compile: true -> false", True),
+        ('trainer.shared_prompts: "on" -> "off"', True),
+        ('trainer.publish_dtype: "float32" -> "bfloat16"', True),
+        ("trainer.checkpoint_every: 10 -> 20", False),
+    ],
+)
+def test_other_bytes_are_no_violation_after_a_change_of_how_the_trainer_rounds(
+    entries: Entries, world: World, tmp_path: Path, change: str, may_differ: bool
+) -> None:
+    at, _ = first_event(entries, ev.VersionPublished, lambda e: e.version == 1)
+    settings = msgspec.structs.replace(world.settings, deterministic=True)
+    folder = write(new_folder(tmp_path), settings, again(entries, at, differs="0f"))
+    with JournalWriter(folder.journal) as journal:
+        journal.append(Epoch(1, entries[-1][0].at, "", (change,)))
+    report = audit(folder)
+    assert report.replays_differ == 1
+    assert (lineage(report) == {}) is may_differ
 
 
 def saved(entries: Entries, steps: int, *, chain: str | None = None) -> Entries:
