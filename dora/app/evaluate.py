@@ -47,7 +47,7 @@ def version_named(name: str) -> NamedVersion | None:
     folder = RunFolder.open(Path(run))
     chosen, store = stored_version(folder, VersionId(int(version)) if version else None, option=f"--model {name}")
     if damaged := store.differing(chosen):
-        raise ConfigError(f"--model {name}: {damaged[0]} does not match its checksum: version {chosen} is damaged")
+        raise ConfigError(f"--model {name}: {damaged} does not match its checksum: version {chosen} is damaged")
     return NamedVersion(folder, chosen, store)
 
 

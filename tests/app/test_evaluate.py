@@ -17,6 +17,7 @@ from dora.core.ids import VersionId
 from dora.errors import ConfigError, DoraError
 from dora.journal.run_folder import RunFolder
 from dora.weights.store import VersionStore
+from tests.weights.nodes import publish
 
 
 def config(*overrides: str) -> Config:
@@ -110,6 +111,18 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     found = Results(run_id="r", model="m", seed=0, seconds=1.5, sets=[one])
     (tmp_path / "results.json").write_bytes(msgspec.json.encode(found))
     assert read_results(RunFolder(tmp_path)) == found
+
+
+def test_the_damaged_file_of_a_version_is_named(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.journal.touch()
+    run.config.touch()
+    run.versions.mkdir()
+    publish(VersionStore(memory_root=run.versions, durable_root=run.versions), 2)
+    damaged = run.versions / "v000002" / "config.json"
+    damaged.write_text("[]")
+    with pytest.raises(ConfigError, match=rf"^--model {tmp_path}: {damaged} does not match its checksum: version 2 is"):
+        version_named(str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["pipe", "file", "link", "link inside"])
