@@ -7,13 +7,16 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec import structs
 
+from dora.app.node_ranks import NodeRanks
 from dora.app.nodes import NodeVersions, name_versions
-from dora.app.resume import read_run
+from dora.app.resume import Start, read_run
+from dora.config.schema import Config
 from dora.controller import copies as copies_module
 from dora.controller.copies import Copies
 from dora.controller.published import Published
@@ -24,11 +27,11 @@ from dora.core.ids import VersionId
 from dora.errors import RunFailed
 from dora.journal.run_folder import RunFolder
 from dora.node import spread as spread_module
-from dora.transport.node_messages import NodeOrders, RelaySource
-from dora.weights.store import Manifest
+from dora.transport.node_messages import NodeOrders, ProcessState, RelaySource
+from dora.weights.store import Manifest, VersionStore
 from tests.core.world import run as run_of_world
 from tests.journal.recorded import first_event, with_event, write
-from tests.node.peers import WAIT_S, Controller, Peer, controller
+from tests.node.peers import WAIT_S, Controller, Peer, config_of, controller
 from tests.weights.nodes import KEY, held, node, publish, store_at
 
 THREE = VersionId(3)
@@ -186,3 +189,43 @@ async def test_nodes_keep_a_version_that_a_resumed_controller_had_not_received(t
                 assert Manifest(VersionId(2), order.files, order.num_bytes, order.chain) == made
             await rolling.send(rolling.reports(versions={2: "/there"}))
             await there.until(lambda cluster: not spread.has_again(cluster.places[0]))
+
+
+@dataclass
+class Opened:
+    """What the ranks on nodes need of a run: the newest version is 3, and 1 and 2 are released."""
+
+    config: Config
+    store: VersionStore
+
+    def __post_init__(self) -> None:
+        self.start = Start((), may_start_over=True, step=0)
+        self.folder = None
+        self.job = SimpleNamespace(config=self.config, state=SimpleNamespace(window=Versions()))
+
+    def tell(self, line: str) -> None: ...
+
+    async def fence_ranks(self, incarnation: int) -> None: ...
+
+
+async def test_ranks_start_again_without_the_released_versions_that_they_will_write_again(tmp_path: Path) -> None:
+    overrides = ("nodes.expected=2", "rollout.max_staleness=0")
+    async with controller(tmp_path, *overrides) as there, asyncio.timeout(WAIT_S):
+        store = there.cluster.spread._store
+        for version in (1, 2, 3):
+            needed = publish(store, version)
+            store.copy_durable(VersionId(version))
+        there.cluster.spread.hold(needed)
+        with Peer(there.address, "a") as maker, Peer(there.address, "b") as rolling:
+            await asyncio.gather(maker.join(), rolling.join())
+            for peer in (maker, rolling):
+                await peer.until(NodeOrders, saying=peer.reports())
+            ranks = NodeRanks(there.cluster, Opened(config_of(*overrides), store), port=1)  # type: ignore[arg-type]
+            restart = asyncio.create_task(ranks.restart(1))
+            orders = await maker.until(NodeOrders, lambda orders: 3 in orders.versions, saying=maker.reports())
+            assert orders.ranks is None
+            has_it = maker.reports(versions={3: "/there"})
+            orders = await maker.until(NodeOrders, lambda orders: orders.ranks is not None, saying=has_it)
+            assert [*orders.versions] == [3]
+            await maker.send(maker.reports(ranks=ProcessState(start=1, phase="up")))
+            assert await restart == 1
