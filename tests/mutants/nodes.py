@@ -48,6 +48,16 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
     ),
     *of(
+        "dora/app/nodes.py",
+        "tests/app/test_received_versions.py",
+        (
+            "nodes-delete-what-the-controller-had-not-received",
+            "    for version in recorded.state.window.entries:",
+            "    for version in ():",
+            "test_nodes_keep_a_version_that_a_resumed_controller_had_not_received",
+        ),
+    ),
+    *of(
         "dora/node/spread.py",
         "tests/app/test_received_versions.py",
         (
