@@ -108,11 +108,13 @@ class Environment:
     The arguments of the constructor are `environment.options`. `can_replay`: the same row and turns always lead to the
     same observations and rewards. If the host or the controller is lost, a new object then repeats the recorded turns
     and the episode continues; a call that had not returned is made again. `wants_tokens`: turns have their token ids.
-    `max_tokens`, set by the host: the longest that an episode may become, its first prompt included; 0: not known.
+    `asks_itself`: its conversations are what a program asks the policy, and are not cut. `max_tokens`, set by the host:
+    the longest that an episode may become, its first prompt included; 0: not known.
     """
 
     can_replay: ClassVar[bool] = False
     wants_tokens: ClassVar[bool] = False
+    asks_itself: ClassVar[bool] = False
     max_tokens: ClassVar[int] = 0
 
     def reset(self, row: dict[str, Any]) -> Reset | Awaitable[Reset]:

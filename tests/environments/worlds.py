@@ -155,6 +155,12 @@ def odd_message(world):
     return Observation([{"role": "user", "content": "a", "tool_call_id": []}])
 
 
+def rewrite(world):
+    """Answer with the whole conversation: the first prompt, a long turn, and a long message."""
+    first, turn = {"role": "user", "content": world.row["prompt"]}, {"role": "assistant", "content": "turn " * 2_000}
+    return Observation([first, turn, {"role": "user", "content": "word " * 2_000}], rewrites=True)
+
+
 def long(world):
     return says("word " * 10_000)
 
