@@ -135,6 +135,15 @@ async def cancel_itself(world):
     raise asyncio.CancelledError
 
 
+def raise_at_first(world):
+    """Raise, unless the file that the row names is there."""
+    file = Path(world.row["file"])
+    if not file.exists():
+        file.touch()
+        raise ConnectionError("the service is being started")
+    return Reset([{"role": "user", "content": "hello"}])
+
+
 def bomb(world):
     return says(str(len(bytearray(1 << 40))))
 
