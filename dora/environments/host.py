@@ -221,6 +221,7 @@ class _Host:
 
     async def _start(self, request: dict[str, Any], episode: _Hosted) -> Reply:
         episode.environment = await asyncio.to_thread(self._make)
+        episode.environment.is_graded = request.get("is_graded", True)
         if self._servers is not None:
             assert isinstance(episode.environment, ToolEnvironment)
             episode.tools = self._servers.for_episode(request["row"])

@@ -77,6 +77,13 @@ async def test_of_a_conversation_that_is_rewritten_neither_the_first_prompt_nor_
         assert new.endswith("\n[output cut: 10,000 bytes, 8,192 kept]")
 
 
+async def test_an_environment_knows_whether_the_task_grades_it():
+    async with pool_of() as pool:
+        for is_graded, reward in ((True, None), (False, 0.25)):
+            await pool.start(0, {}, source="s", name="row", is_graded=is_graded)
+            assert await pool.step(0, Turn("finish_if_graded")) == End(reward, [])
+
+
 async def test_tools_sync_and_async_answer_with_the_state_of_their_episode():
     async with pool_of("Shop") as pool:
         for episode, price in ((1, 2.5), (2, 40)):

@@ -56,6 +56,10 @@ def finish(world):
     return End(0.5, [{"role": "user", "content": "bye"}])
 
 
+def finish_if_graded(world):
+    return End() if world.is_graded else End(0.25)
+
+
 def finish_of_the_turn(world):
     return says(world.turn.finish)
 
