@@ -373,10 +373,10 @@ def _read_prompt(
         return at(group, known=known) if key is None else inputs.stream.of_visit(group, key, known=known)
 
     tokens = tuple(known.tokens.tolist())
-    prompt = (
-        read(Conversation(tokens=tokens, failed="" if tokens else "it had none")) if is_sampled or not tokens else None
-    )
-    if prompt is None or prompt.digest != known.digest:
+    prompt = None
+    if is_sampled or not tokens:
+        prompt = read(Conversation(tokens=tokens, failed="" if tokens else "it had none"))
+    if prompt is None or known.digest != prompt.digest:
         prompt = begun(read)
     if prompt is not None and prompt.may_begin_later:
         raise RunFailed(f"{prompt.skipped}, so its group, which is under way, cannot go on; repair the environment")
