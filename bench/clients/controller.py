@@ -46,7 +46,7 @@ from dora.engine.sglang.engine import SglangEngine
 from dora.journal.run_folder import RunFolder
 from dora.log import configure_logging
 from dora.tasks.pool import Graded, GraderPool
-from dora.tasks.prompts import Prompt, PromptStream
+from dora.tasks.prompts import Conversation, Prompt, PromptStream
 from dora.tasks.rewards import GradeRequest
 from dora.tasks.tokenizer import Tokenizer
 
@@ -96,7 +96,7 @@ class Prompts(PromptStream):
 
     def __init__(self) -> None: ...
 
-    def at(self, position: int) -> Prompt:
+    def at(self, position: int, *, known: Conversation | None = None) -> Prompt:
         return Prompt(position, "bench", "", tuple(range(PROMPT_TOKENS)), "", {})
 
 

@@ -37,7 +37,7 @@ from dora.environments.pool import EnvironmentPool
 from dora.environments.renderer import open_renderer
 from dora.journal.run_folder import RunFolder
 from dora.log import configure_logging
-from dora.tasks.prompts import Prompt
+from dora.tasks.prompts import Conversation, Prompt
 from dora.tasks.tokenizer import Tokenizer, load_tokenizer
 from tests.environments.tokenizers_of_families import make_folder, special_tokens
 
@@ -116,7 +116,7 @@ class Same(Prompts):
     def __init__(self, made: Prompt) -> None:
         self.made = made
 
-    def at(self, position: int) -> Prompt:
+    def at(self, position: int, *, known: Conversation | None = None) -> Prompt:
         return replace(self.made, position=position)
 
 

@@ -19,6 +19,8 @@ from dora.controller.evaluations import pass_at_k
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import TrajectoryId, VersionId, evaluation_id
+from dora.core.on_calls import RESTARTED
+from dora.core.phases import TrajectoryPhase
 from dora.core.state import State
 from dora.core.tables import Trajectory
 from dora.errors import ConfigError, RunFailed, kind_of, one_line
@@ -146,6 +148,10 @@ class _Noted:
                 self._note(event.trajectory, f"generation: {event.reason}")
             case ev.CallFinished(failed=failed) if failed:
                 self._note(event.trajectory, f"environment: {failed}")
+            case ev.ControllerRestarted():
+                for id, sample in state.evaluation.trajectories.items():
+                    if sample.phase is TrajectoryPhase.CALLING and id not in event.replayable:
+                        self._note(id, f"environment: {RESTARTED}")
 
     def _note(self, trajectory: TrajectoryId, failure: str) -> None:
         if trajectory < 0:

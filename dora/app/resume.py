@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -37,12 +38,14 @@ from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import TokenStore, read_tokens
 from dora.observe.observed import Folded
 from dora.observe.visits import Visits
-from dora.tasks.prompts import Prompt
+from dora.tasks.prompts import Conversation, Prompt, begun
 from dora.weights import checkpoints
 from dora.weights.store import Manifest, StoreError, VersionStore
 
 #: The note that holds the digest of the held-out prompts.
 HELD_OUT = "held-out"
+#: The phases of an answer that gets no more tokens.
+_SAMPLED: Final = (TrajectoryPhase.GRADING, TrajectoryPhase.GRADED)
 
 
 @dataclass(frozen=True)
@@ -266,12 +269,15 @@ def restore(
     needed = _needed(state)
     stored = read_tokens(folder.tokens, wanted=needed)
     trajectories.ledger.restore(stored.sampled)
+    unfinished = {id // state.settings.group_size for id, t in needed.items() if id >= 0 and t.phase not in _SAMPLED}
     for id, trajectory in needed.items():
         _require_tokens(folder, state, trajectory, stored)
         if id >= 0:
             group = GroupId(id // state.settings.group_size)
             if group not in trajectories.prompts:
-                trajectories.prompts[group] = _read_prompt(folder, group, stored, inputs, visits)
+                trajectories.prompts[group] = _read_prompt(
+                    folder, group, stored, inputs, visits, is_sampled=group not in unfinished
+                )
             trajectories.open(id, trajectories.prompts[group])
         else:
             eval_set, place = inputs.evaluations.locate(id)
@@ -292,7 +298,7 @@ async def recall(
         return
     stored = await asyncio.to_thread(read_tokens, folder.tokens, wanted=needed)
     prompts = await asyncio.to_thread(
-        lambda: {id: _read_prompt(folder, id, stored, inputs, visits) for id in forgotten}
+        lambda: {id: _read_prompt(folder, id, stored, inputs, visits, is_sampled=True) for id in forgotten}
     )
     for id, (group, number) in forgotten.items():
         trajectories.recall(id, prompts[id], step=number)
@@ -348,7 +354,7 @@ def _require_tokens(folder: RunFolder, state: State, trajectory: Trajectory, sto
     known = trajectory.num_tokens
     if trajectory.instance is not None:
         known = max(known, trajectory.instance.reported.get(trajectory.id, 0))
-    is_finished = trajectory.phase in (TrajectoryPhase.GRADING, TrajectoryPhase.GRADED)
+    is_finished = trajectory.phase in _SAMPLED
     is_exact = is_finished and trajectory.id >= 0 and not _may_have_unknown_tokens(trajectory)
     if found < known or (is_exact and found != known):
         raise RunFailed(
@@ -357,13 +363,31 @@ def _require_tokens(folder: RunFolder, state: State, trajectory: Trajectory, sto
         )
 
 
-def _read_prompt(folder: RunFolder, group: GroupId, stored: TokenStore, inputs: Inputs, visits: Visits) -> Prompt:
-    """Read a group's prompt again; RunFailed unless it is the same as when the group was admitted."""
+def _read_prompt(
+    folder: RunFolder, group: GroupId, stored: TokenStore, inputs: Inputs, visits: Visits, *, is_sampled: bool
+) -> Prompt:
+    """Read a group's prompt again; RunFailed unless it is the same as when the group was admitted.
+
+    `is_sampled`: all of its answers are. Then, and if the prompt could not be made, its environment is not asked, which
+    may fail.
+    """
     key = visits.row_of(group)
-    prompt = inputs.stream.at(group) if key is None else inputs.stream.of_visit(group, key)
     known = stored.prompts.get(group)
     if known is None:
         raise RunFailed(f"{folder.tokens}: has no prompt of group {group}, which was admitted; the file is damaged")
+
+    def read(known: Conversation | None = None) -> Prompt | None:
+        at = inputs.stream.at
+        return at(group, known=known) if key is None else inputs.stream.of_visit(group, key, known=known)
+
+    tokens = tuple(known.tokens.tolist())
+    prompt = None
+    if is_sampled or not tokens:
+        prompt = read(Conversation(tokens=tokens, failed="" if tokens else "it had none"))
+    if prompt is None or known.digest != prompt.digest:
+        prompt = begun(read)
+    if prompt is not None and prompt.may_begin_later:
+        raise RunFailed(f"{prompt.skipped}, so its group, which is under way, cannot go on; repair the environment")
     if prompt is None or prompt.digest != known.digest:
         problem = "is missing" if prompt is None else f"has changed (source {prompt.source})"
         raise RunFailed(

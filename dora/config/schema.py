@@ -527,7 +527,8 @@ class EnvironmentConfig(Section):
     """The renderer of the model's family, in the terms of the package `renderers`: `name` and its options, or `name =
     "custom"` and `import_path`. Empty: recognized by the chat template (docs/AGENTS.md)."""
     output_bytes: Annotated[int, Field(ge=1, le=1_000_000)] = 8_192
-    """Maximum size of the text of one observation; longer text is cut, with a mark that the model sees."""
+    """Maximum size of the text of one observation; longer text is cut, with a mark that the model sees. What agents
+    that drive themselves ask is not cut."""
 
     @model_validator(mode="after")
     def _servers_are_an_environment(self) -> EnvironmentConfig:

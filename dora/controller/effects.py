@@ -153,8 +153,7 @@ class StreamAttempt:
         trajectory, attempt = order.trajectory, order.attempt
         record = self.trajectories.begin(trajectory, attempt)
         if record.prompt.skipped:
-            begun = record.prompt.conversation is None or not record.prompt.conversation.failed
-            reason = ev.NoPrompt.TOO_LONG if begun else ev.NoPrompt.NOT_BEGUN
+            reason = ev.NoPrompt.NOT_BEGUN if record.prompt.has_not_begun else ev.NoPrompt.TOO_LONG
             return self._failed(order, record, server_gone=False, final=True, reason=reason)
         if self.sampling.has_turns and record.began_at is None:
             record.began_at = self.now()

@@ -86,7 +86,7 @@ class Conversations:
             if not (_is_lost(reset) and self._pool.can_replay):
                 break
         if isinstance(reset, EnvironmentFailed):
-            return Conversation(failed=f"the environment failed: {reset.reason}")
+            return Conversation(failed=f"the environment failed: {reset.reason}", may_pass=True)
         try:
             if reset.tokens:
                 tokens = self._renderer.require_known(reset.tokens)

@@ -25,7 +25,7 @@ class EvalSet:
     prompts: Sequence[Prompt]
     samples: int  # n per prompt
     temperature: float
-    num_skipped: int = 0  # rows whose prompts are over the limit
+    num_skipped: int = 0  # rows whose prompts are over the limit, or cannot be rendered
     unreadable: Sequence[str] = ()  # what is wrong with each row that cannot be read
 
     @property

@@ -163,6 +163,8 @@ class Controller:
         if self._log.is_enabled_for(10):
             self._log.debug("event_handled", fact=event, commands=len(commands))
         self._observer.on_event(event, commands, position=self._position)
+        if isinstance(event, ev.GenerationFailed) and event.trajectory not in self.state.trajectories:
+            self._orders.episodes.close([event.trajectory])  # no order says that a sample was given up
         for command in commands:
             self._note_the_end(command, event)
             self._orders.carry_out(command, position=self._position)

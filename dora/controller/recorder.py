@@ -89,7 +89,7 @@ class Recorder:
                 self._note_problem("evaluation_shortened", f"{rows}; {eval_set.unreadable[0]}")
 
     def _note_skipped_samples(self, name: str, count: int) -> None:
-        what = "rows without a prompt from the environment, or with one" if self._facts.has_environment else "prompts"
+        what = "rows whose first messages cannot be rendered, or are" if self._facts.has_environment else "prompts"
         self._note_problem("evaluation_shortened", f"{name}: skipped {count} {what} over task.max_prompt_tokens")
 
     # -- events -------------------------------------------------------------------------------------------------------

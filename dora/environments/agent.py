@@ -50,6 +50,7 @@ class SelfDriven(Environment):
     """
 
     wants_tokens: ClassVar = True
+    asks_itself: ClassVar = True
 
     def __init__(self, *, strict: bool = False) -> None:
         self._is_strict = strict

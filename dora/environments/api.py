@@ -108,12 +108,16 @@ class Environment:
     The arguments of the constructor are `environment.options`. `can_replay`: the same row and turns always lead to the
     same observations and rewards. If the host or the controller is lost, a new object then repeats the recorded turns
     and the episode continues; a call that had not returned is made again. `wants_tokens`: turns have their token ids.
-    `max_tokens`, set by the host: the longest that an episode may become, its first prompt included; 0: not known.
+    `asks_itself`: its conversations are what a program asks the policy, and are not cut. `max_tokens`, set by the host:
+    the longest that an episode may become, its first prompt included; 0: not known. `is_graded`, set before `reset`:
+    the task's rewards grade the episode if it ends without a reward.
     """
 
     can_replay: ClassVar[bool] = False
     wants_tokens: ClassVar[bool] = False
+    asks_itself: ClassVar[bool] = False
     max_tokens: ClassVar[int] = 0
+    is_graded: bool = True
 
     def reset(self, row: dict[str, Any]) -> Reset | Awaitable[Reset]:
         """Begin the episode. `row` has the columns of the task's row."""

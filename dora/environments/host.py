@@ -158,6 +158,7 @@ class _Hosted:
 
     def __init__(self) -> None:
         self.environment: Environment | None = None  # until `start` has made it
+        self.first: Sequence[Message] = ()  # messages of the first prompt
         self.tools: EpisodeTools | None = None  # of MCP servers
         self.call: asyncio.Task[None] | None = None
 
@@ -220,12 +221,14 @@ class _Host:
 
     async def _start(self, request: dict[str, Any], episode: _Hosted) -> Reply:
         episode.environment = await asyncio.to_thread(self._make)
+        episode.environment.is_graded = request.get("is_graded", True)
         if self._servers is not None:
             assert isinstance(episode.environment, ToolEnvironment)
             episode.tools = self._servers.for_episode(request["row"])
             episode.environment.served = await episode.tools.open()
         reset = await self._run(episode.environment.reset, request["row"])
         _require(reset, Reset, of=episode.environment.reset)
+        episode.first = reset.messages
         told: Reply = {"type": "reset", "messages": list(reset.messages), "tools": list(reset.tools)}
         return told | ({"tokens": list(reset.tokens)} if reset.tokens else {}) | _limit(reset)
 
@@ -241,10 +244,17 @@ class _Host:
         told: Reply = {"type": "observation", "messages": [], "reward": result.reward, **_limit(result)}
         if result.tokens:
             return told | {"tokens": list(result.tokens)}
-        if result.rewrites:  # each message had its limit when it was new
-            messages = [one for message in result.messages for one in cut_messages([message], limit=self._output_bytes)]
+        if result.rewrites:
+            messages = [one for message in result.messages for one in self._cut_if_new(message, episode)]
             return told | {"messages": messages, "rewrites": True}
         return told | {"messages": cut_messages(result.messages, limit=self._output_bytes)}
+
+    def _cut_if_new(self, message: Message, episode: _Hosted) -> list[Message]:
+        """Return a message of a whole conversation as the policy saw it before, or with a limit of its own."""
+        is_whole = episode.environment is not None and episode.environment.asks_itself
+        if is_whole or message.get("role") == "assistant" or message in episode.first:
+            return [message]
+        return cut_messages([message], limit=self._output_bytes)
 
     async def _limited(self, method: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
         """Run code of the user within the time limit; raise CallFailed for anything that goes wrong."""

@@ -7,7 +7,8 @@
 
 What a turn becomes follows from the server's schema of actions. If an action has one field, and that is text, the turn
 is that text. If actions call tools of the server, these are tools of the policy. Any other action is the arguments of
-one tool, `act`. The server gives the rewards; if it gives none, the task's rewards grade the episode.
+one tool, `act`. The server gives the rewards; if it gives none, the task's rewards grade the episode; without them it
+counts 0.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class OpenEnv(Environment):
             told: list[Message] = [{"role": "user", "content": text or "(nothing)"}]
             return self._outcome(done, reward, told)
         if not turn.calls:
-            return End(0.0 if self._was_rewarded else None)
+            return End(self._last_reward(0.0))
         total, told, done = 0.0, [], False
         for call in turn.calls:
             if done:
@@ -130,8 +131,12 @@ class OpenEnv(Environment):
 
     def _outcome(self, done: bool, reward: float, told: list[Message]) -> Observation | End:
         if done:
-            return End(reward if self._was_rewarded else None, told)
+            return End(self._last_reward(reward), told)
         return Observation(told, reward)
+
+    def _last_reward(self, reward: float) -> float | None:
+        """Return the reward of the last turn, unless the server gave none and the task's rewards grade the episode."""
+        return reward if self._was_rewarded or not self.is_graded else None
 
     async def _call(self, call: ToolCall) -> tuple[bool, float, str]:
         if call.arguments is None:

@@ -161,7 +161,7 @@ class EnvironmentPool:
             raise
         known = self._episodes[episode] = _Episode(slot, host, source=source, row=name, is_graded=is_graded)
         slot.enter(host)
-        request = {"type": "start", "row": row}
+        request = {"type": "start", "row": row, "is_graded": is_graded}
         outcome = await self._call(episode, known, request, expected=("reset",), may_replay=may_replay)
         assert isinstance(outcome, Reset | EnvironmentFailed)
         return outcome

@@ -93,9 +93,10 @@ class _ChatReply(msgspec.Struct):
 class _Failed(Exception):
     """A request without a verdict; `pause_s`: how long its judge wants to be left alone; None: for ever."""
 
-    def __init__(self, reason: str, *, pause_s: float | None = 0.0) -> None:
+    def __init__(self, reason: str, *, pause_s: float | None = 0.0, usage: _Usage | None = None) -> None:
         super().__init__(reason)
         self.pause_s = pause_s
+        self.usage = usage or _Usage()
 
 
 class Judge:
@@ -152,21 +153,21 @@ class Judge:
             body = msgspec.json.encode({**self._reward.options, "model": self._reward.name, "messages": [asked]})
         except (TypeError, ValueError) as err:  # text that has no UTF-8
             return Verdict("", JudgeUse(0, 0, 0), failed=f"cannot be asked about this answer: {err}")
-        pause_s, failed = PAUSE_S, ""
+        pause_s, failed, use = PAUSE_S, "", JudgeUse(0, 0, 0)
         async with self._places:
             for attempt in range(1, ATTEMPTS + 1):
                 try:
                     text, usage = await self._post(body)
                 except _Failed as err:
-                    failed = f"{self._base}: {err}"
+                    failed, use = f"{self._base}: {err}", _with(use, err.usage)
                     if err.pause_s is None or attempt == ATTEMPTS:
                         break
                     await asyncio.sleep(max(pause_s, err.pause_s))
                     pause_s *= 2
                 else:
-                    return Verdict(text, JudgeUse(attempt, usage.prompt_tokens or 0, usage.completion_tokens or 0))
+                    return Verdict(text, _with(use, usage))
         after = f" after {attempt} requests" if attempt > 1 else ""
-        return Verdict("", JudgeUse(attempt, 0, 0), failed=f"{failed}{after}")
+        return Verdict("", use, failed=f"{failed}{after}")
 
     async def _post(self, body: bytes) -> tuple[str, _Usage]:
         assert self._session is not None
@@ -189,12 +190,20 @@ class Judge:
 def _read(content: bytes) -> tuple[str, _Usage]:
     try:
         told = msgspec.json.decode(content, type=_ChatReply)
-        choice = told.choices[0]
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, IndexError) as err:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
         raise _Failed(f"its reply is not one of the chat API ({err})") from err
+    if not told.choices:
+        raise _Failed("its reply is not one of the chat API (it has no choice)", usage=told.usage)
+    choice = told.choices[0]
     if choice.finish_reason == "length":
-        raise _Failed("its reply was cut off; raise max_tokens in its options", pause_s=None)
+        raise _Failed("its reply was cut off; raise max_tokens in its options", pause_s=None, usage=told.usage)
     return choice.message.content or "", told.usage or _Usage()
+
+
+def _with(use: JudgeUse, usage: _Usage) -> JudgeUse:
+    """Add a request."""
+    read, written = usage.prompt_tokens or 0, usage.completion_tokens or 0
+    return JudgeUse(use.requests + 1, use.prompt_tokens + read, use.sampled_tokens + written)
 
 
 async def _limited(content: aiohttp.StreamReader) -> bytes:

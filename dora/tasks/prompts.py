@@ -13,6 +13,7 @@ its prompt. The mixture stays the same.
 from __future__ import annotations
 
 import hashlib
+import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -45,6 +46,10 @@ CHECKED_ROWS = 10_000
 #: Of this number of first rows of a source, or of first prompts of the stream, at most half may be over the limit.
 JUDGED_ROWS = 1_000
 
+#: Seconds before each further attempt to begin an episode whose prompt is needed. A service that was started again is
+#: there by then; a failure that lasts is told.
+PAUSES_S: Final = (1.0, 4.0, 10.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -54,6 +59,7 @@ class Conversation:
     tools: Sequence[Mapping[str, Any]] = ()
     tokens: Sequence[int] = ()
     failed: str = ""  # the reason if the environment could not make it; otherwise ""
+    may_pass: bool = False  # the failure: it was of the environment
     is_own: bool = False  # each episode begins with its own, which is not known yet
 
 
@@ -78,6 +84,16 @@ class Prompt:
     row: Row = field(default_factory=dict)  # all columns, for an environment
     where: str = ""  # name of the row
     conversation: Conversation | None = None  # None: a prompt for one answer
+
+    @property
+    def has_not_begun(self) -> bool:
+        """Whether its environment, or the renderer, could not make it."""
+        return self.conversation is not None and bool(self.conversation.failed)
+
+    @property
+    def may_begin_later(self) -> bool:
+        """Whether its environment has failed, which may pass."""
+        return self.conversation is not None and self.conversation.may_pass
 
     @property
     def digest(self) -> bytes:
@@ -119,8 +135,9 @@ class PromptStream:
         """Whether rows may be passed over: then `visit` chooses the rows of prompts."""
         return self._task.revisit_share < 1
 
-    def at(self, position: int) -> Prompt | None:
-        """Return the prompt at `position`; calls may come in any order, and repeat.
+    def at(self, position: int, *, known: Conversation | None = None) -> Prompt | None:
+        """Return the prompt at `position`; calls may come in any order, and repeat. `known`: how its episodes began, so
+        that the environment need not be asked.
 
         Takes up to a millisecond, but a second for some reasoning_gym items: call it in a thread.
         """
@@ -129,23 +146,22 @@ class PromptStream:
         index, draw = mix(position, shares=self._shares)
         num_rows = self._sources[index].num_rows
         row = draw if num_rows is None else self._shuffled(draw, num_rows=num_rows, source=index)
-        return self._prompt(position, index, row)
+        return self._prompt(position, index, row, known=known)
 
-    def of_visit(self, position: int, key: RowKey) -> Prompt:
-        """Return the prompt at `position`, whose source and row `visit` has chosen."""
+    def of_visit(self, position: int, key: RowKey, *, known: Conversation | None = None) -> Prompt:
+        """Return the prompt at `position`, whose source and row `visit` has chosen; `known` as in `at`."""
         index, row = key
         if mix(position, shares=self._shares)[0] != index or row >= (self._sources[index].num_rows or 0):
             raise ConfigError(
                 f"task.sources: prompt {position} was row {row} of source {index}, which is not its row now; restore "
                 "the sources that the run began with"
             )
-        return self._prompt(position, index, row)
+        return self._prompt(position, index, row, known=known)
 
-    def _prompt(self, position: int, index: int, row: int) -> Prompt:
+    def _prompt(self, position: int, index: int, row: int, *, known: Conversation | None) -> Prompt:
         source = self._sources[index]
-        prompt = render(
-            source, row, position=position, task=self._task, tokenizer=self._tokenizer, converse=self._converse
-        )
+        converse = self._converse if self._converse is None or known is None else lambda *_: known
+        prompt = render(source, row, position=position, task=self._task, tokenizer=self._tokenizer, converse=converse)
         if not prompt.is_readable:
             self._unreadable[index][row] = prompt.skipped
             require_readable([*self._unreadable[index].values()], of=source.num_rows or 0)
@@ -234,7 +250,8 @@ def open_eval_prompts(
     eval_set: EvalSetConfig, *, task: TaskConfig, tokenizer: Tokenizer, seed: int, converse: Converse | None = None
 ) -> list[Prompt]:
     """Return the first `eval_set.prompts` rows of a held-out source in its own order, or all if it has fewer. They
-    include rows that are `skipped`."""
+    include rows that are `skipped`. ConfigError if one is lost by a failure of its environment that does not pass: at
+    another start the set would be another."""
     field = f"eval.sets.{eval_set.name}.source"
     for index, config in enumerate(task.sources):
         if _same_rows(config, eval_set.source):
@@ -242,17 +259,36 @@ def open_eval_prompts(
     seed = derive_seed(seed, "eval", eval_set.name)
     source = open_source(eval_set.source, field=field, seed=seed, split="heldout")
     count = eval_set.prompts if source.num_rows is None else min(eval_set.prompts, source.num_rows)
-    found = [
-        render(source, row, position=row, task=task, tokenizer=tokenizer, converse=converse) for row in range(count)
-    ]
+
+    def made(row: int) -> Prompt:
+        return render(source, row, position=row, task=task, tokenizer=tokenizer, converse=converse)
+
+    found = [made(row) for row in range(count)]
     unreadable = [prompt.skipped for prompt in found if not prompt.is_readable]
     require_readable(unreadable, of=count)
-    failed = [prompt.skipped for prompt in found if prompt.conversation is not None and prompt.conversation.failed]
+    failed = [prompt.skipped for prompt in found if prompt.has_not_begun]
     if 2 * len(failed) > count:
         raise ConfigError(f"{field}: {len(failed)} of the first {count} rows have no prompt; {failed[0]}")
-    num_overlong = sum(bool(prompt.skipped) for prompt in found) - len(failed) - len(unreadable)
+    _begin_again(found, made, field=field)
+    num_failed = sum(prompt.has_not_begun for prompt in found)
+    num_overlong = sum(bool(prompt.skipped) for prompt in found) - num_failed - len(unreadable)
     _require_half(num_overlong, of=count, what=f"rows of {field} ({source.name})", task=task)
     return found
+
+
+def _begin_again(prompts: list[Prompt], made: Callable[[int], Prompt], *, field: str) -> None:
+    """Replace the prompts whose environment has failed; ConfigError if it goes on failing."""
+    for pause_s in PAUSES_S:
+        if rows := [row for row, prompt in enumerate(prompts) if prompt.may_begin_later]:
+            time.sleep(pause_s)
+        for row in rows:
+            prompts[row] = made(row)
+    if lost := [prompt.skipped for prompt in prompts if prompt.may_begin_later]:
+        count = f"after {len(PAUSES_S) + 1} attempts, {len(lost)} of {len(prompts)} rows have no prompt"
+        raise ConfigError(
+            f"{field}: {lost[0]} ({count}); a held-out set must have the same rows at every start: repair "
+            "the environment, or remove the row"
+        )
 
 
 def nested_shares(weights: Sequence[float]) -> tuple[Fraction, ...]:
@@ -289,6 +325,17 @@ def _mixture_length(num_draws: Sequence[int | None], *, shares: Sequence[Fractio
     """Return the first position whose source is exhausted; None if there is none."""
     ends = [_position(source, draws, shares=shares) for source, draws in enumerate(num_draws) if draws is not None]
     return min(ends, default=None)
+
+
+def begun(make: Callable[[], Prompt | None]) -> Prompt | None:
+    """Make a prompt that is needed, again if its environment fails; it blocks."""
+    prompt = make()
+    for pause_s in PAUSES_S:
+        if prompt is None or not prompt.may_begin_later:
+            break
+        time.sleep(pause_s)
+        prompt = make()
+    return prompt
 
 
 @lru_cache(maxsize=16)  # the current epoch of every source and its neighbor

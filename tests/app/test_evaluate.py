@@ -10,14 +10,21 @@ import pytest
 
 from dora.app.evaluate import evaluation_of, overrides_of, version_named
 from dora.app.export import with_weights
-from dora.app.held_out import MAX_CAUSES, HeldOutAnswer, Results, SetFacts, read_results, set_result
+from dora.app.held_out import MAX_CAUSES, HeldOutAnswer, Results, SetFacts, _Noted, read_results, set_result
 from dora.config.load import load
 from dora.config.schema import Config
-from dora.core.ids import VersionId
+from dora.core import events as ev
+from dora.core.ids import TrajectoryId, VersionId
+from dora.core.phases import TrajectoryPhase
+from dora.core.state import State
+from dora.core.tables import Trajectory
 from dora.errors import ConfigError, DoraError
 from dora.journal.run_folder import RunFolder
 from dora.weights.store import VersionStore
+from tests.controller.fakes import settings_of
 from tests.weights.nodes import publish
+
+_CALLING = TrajectoryPhase.CALLING
 
 
 def config(*overrides: str) -> Config:
@@ -76,6 +83,17 @@ def test_a_set_of_which_nothing_was_graded_has_no_score() -> None:
     failed = HeldOutAnswer(None, 0, False, "generation: refused")
     found = set_result(FACTS, [[failed] * 3, [failed] * 3])
     assert (found.mean, found.interval, found.pass_at, found.graded) == (None, None, {}, 0)
+
+
+def test_a_call_that_was_lost_with_its_controller_is_told_as_its_cause() -> None:
+    lost, replayed, sampled = (TrajectoryId(-number) for number in (1, 2, 3))
+    state, noted = State(settings_of(eval_prompt_tokens=(1, 1, 1))), _Noted()
+    for id, phase in ((lost, _CALLING), (replayed, _CALLING), (sampled, TrajectoryPhase.RESIDENT)):
+        sample = Trajectory(id, group=None, version=VersionId(0), num_prompt_tokens=1, phase=phase)
+        state.evaluation.trajectories[id] = sample
+    noted.before(state, ev.GenerationFailed(1.0, lost, 1, 0, server_gone=True, reason="instance 0 is down"))
+    noted.before(state, ev.ControllerRestarted(2.0, 1, {sampled: 0}, replayable=(replayed,)))
+    assert noted.failures == {lost: "environment: restart"}
 
 
 def test_only_so_many_causes_are_told_apart() -> None:

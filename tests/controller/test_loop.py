@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dora.controller.episodes import NoEpisodes
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import TrajectoryId
@@ -54,6 +55,34 @@ async def test_a_job_runs_to_its_end_and_its_journal_proves_it(jobs: Any, tmp_pa
     assert sorted(set(job.store.released)) == job.store.released
     assert [batch.step for wave in job.trainer.waves for batch in wave[:1] if batch.last] == [0, 1, 2]
     assert_clean(job, tmp_path)
+
+
+class Leaving(NoEpisodes):
+    """Notes which episodes are ended."""
+
+    def __init__(self) -> None:
+        self.left: list[int] = []
+
+    def close(self, trajectories: Iterable[TrajectoryId]) -> None:
+        self.left += trajectories
+
+
+async def test_the_episode_of_a_sample_that_is_given_up_is_left_at_once(jobs: Any) -> None:
+    job = jobs(samples=2)
+    job.engines.refused = {0}
+    job.controller._orders.episodes = leaving = Leaving()
+    given_up: list[TrajectoryId] = []
+    was_left: list[bool] = []  # by the next event, and by those after it
+
+    def hook(event: ev.Event, commands: list[cmd.Command]) -> None:
+        was_left.extend(trajectory in leaving.left for trajectory in given_up)
+        if isinstance(event, ev.GenerationFailed):
+            given_up.append(event.trajectory)
+
+    job.watcher.hook = hook
+    assert (await job.run()).finished
+    assert given_up == [-1]
+    assert all(was_left)
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [0, 1, 2, 3]), (1, [3]), (2, [2, 3])])

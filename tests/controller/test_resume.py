@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dora.app import resume
 from dora.app.inputs import Inputs
 from dora.cli.run import run as command
+from dora.config.schema import TaskConfig
 from dora.controller.lineage import Lineage
 from dora.controller.published import Published
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import TrajectoryId
+from dora.core.ids import GroupId, TrajectoryId
 from dora.core.phases import TrajectoryPhase
-from dora.errors import ConfigError
+from dora.errors import ConfigError, RunFailed
 from dora.journal.audit import audit_entries
 from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import TokenWriter, read_tokens
 from dora.node.lease import hold
 from dora.seed.policy import path as seed_path
+from dora.tasks import prompts
+from dora.tasks.prompts import Prompt, open_stream
 from tests.controller.fakes import CHAIN, RUN_ID, Job, make_job
 
 #: Numbers of the answers whose grades never come: a sample of the first evaluation, and one of two siblings.
@@ -79,6 +84,46 @@ async def test_a_resume_restores_graded_siblings_and_samples_beside_the_ungraded
         assert (found[id].tokens, found[id].logprobs) == (wanted[id].tokens, wanted[id].logprobs)
         assert (found[id].reward, found[id].truncated) == (wanted[id].reward, wanted[id].truncated)
     after.close()
+
+
+async def test_a_resume_asks_the_environment_for_prompts_that_are_still_answered_alone_and_again_if_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "PAUSES_S", (0.0, 0.0))
+    (await stopped(tmp_path)).close()
+    run = RunFolder(tmp_path)
+    state = resume.read_run(run).state
+    job = make_job(tmp_path, samples=3, state=state, epoch=1)
+    job.close()
+    io, asked = job.io, list[str]()
+
+    def converse(row: Mapping[str, Any], source: str, where: str) -> prompts.Conversation:
+        asked.append(row["prompt"])
+        if has_failed := asked.count(row["prompt"]) < needed:
+            return prompts.Conversation(failed="it is not there", may_pass=has_failed)
+        return prompts.Conversation(tokens=io.tokenizer.encode(row["prompt"], special_tokens=True))
+
+    def restored() -> dict[GroupId, Prompt]:
+        for each in (asked, io.trajectories.prompts, io.trajectories.records):
+            each.clear()
+        resume.restore(run, state, trajectories=io.trajectories, inputs=inputs, visits=io.visits)
+        return {**io.trajectories.prompts}
+
+    needed = 1
+    stream = open_stream(TaskConfig(), tokenizer=io.tokenizer, seed=0, converse=converse)
+    inputs = Inputs(seed_path(), None, None, io.tokenizer, io.tokenizer.vocab_size, stream, io.evaluations)
+    found = restored()
+    ended = (TrajectoryPhase.GRADING, TrajectoryPhase.GRADED)
+    siblings = [t for t in resume._needed(state).values() if t.id >= 0]
+    answered = {GroupId(t.id // state.settings.group_size) for t in siblings if t.phase not in ended}
+    assert 0 < len(answered) < len(found)
+    assert sorted(asked) == sorted(found[group].text for group in answered)
+    needed = 3
+    assert restored() == found
+    assert len(asked) == 3 * len(answered)
+    needed = 4
+    with pytest.raises(RunFailed, match="it is not there, so its group, which is under way, cannot go on"):
+        restored()
 
 
 @pytest.mark.parametrize("phase", [TrajectoryPhase.CALLING, TrajectoryPhase.WAITING])

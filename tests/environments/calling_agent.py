@@ -44,7 +44,7 @@ def main(what: str) -> None:
         return None
     url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
     assert not [name for name in os.environ if name.startswith("DORA_") and name != "DORA_SESSION"]
-    messages = [{"role": "user", "content": row["prompt"]}]
+    messages = [*row.get("before", []), {"role": "user", "content": row["prompt"]}]
     answer = ask(url, key, messages)
     if what == "twice":
         messages += [answer, {"role": "user", "content": "and then?"}]

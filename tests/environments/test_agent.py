@@ -13,9 +13,15 @@ from typing import Any
 import psutil
 import pytest
 
+from dora.config.schema import EnvironmentConfig
+from dora.controller.episodes import append
 from dora.environments import agent as agents
 from dora.environments.agent import Agent, AgentFailed
-from dora.environments.api import End, Observation, Turn
+from dora.environments.api import End, Observation, Reset, Turn
+from dora.environments.episode import Episode
+from dora.environments.pool import EnvironmentPool
+from dora.environments.renderer import open_renderer
+from dora.tasks.tokenizer import Tokenizer
 
 SCRIPT = str(Path(__file__).with_name("calling_agent.py"))
 ROW = {"prompt": "2+2"}
@@ -50,6 +56,29 @@ async def test_an_episode_is_what_the_program_asks_and_ends_with_its_last_line()
     assert [*seen.messages] == [*reset.messages, recorded, {"role": "user", "content": "and then?"}]
     assert await agent.step(Turn("five")) == End(reward=4.0)
     await agent.close()
+
+
+async def test_long_instructions_and_long_turns_of_an_agent_are_continued_as_they_were(qwen3: Tokenizer) -> None:
+    config = EnvironmentConfig(
+        name="dora.environments.agent:Agent",
+        options={"command": [sys.executable, SCRIPT, "twice"]},
+        episode_timeout_s=60.0,
+        hosts=1,
+    )
+    row = ROW | {"before": [{"role": "system", "content": "rule. " * 1_500}]}
+    episode = Episode(open_renderer(qwen3, settings={"name": "qwen3"}), (), max_tokens=50_000, own_prompt=True)
+    async with EnvironmentPool(config) as pool:
+        reset = await pool.start(1, row, source="s", name="r")
+        assert isinstance(reset, Reset), reset
+        episode.begin(reset.messages, tools=reset.tools)
+        turn = [*qwen3.encode("word " * 1_800, special_tokens=False), qwen3.token_id("<|im_end|>")]
+        episode.append(turn, [0.0] * len(turn))
+        before = episode.context()
+        seen = await pool.step(1, episode.end_turn("stop"))
+        assert isinstance(seen, Observation), seen
+        append(episode, seen)
+    assert [*episode.fork_causes] == []
+    assert episode.context()[: len(before)] == before
 
 
 async def test_the_reward_is_what_the_session_was_given(monkeypatch: pytest.MonkeyPatch) -> None:

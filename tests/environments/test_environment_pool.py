@@ -67,6 +67,23 @@ async def test_an_episode_has_one_object_from_its_row_to_its_end(tmp_path):
         until(lambda: sorted((tmp_path / "closed").read_text().split()) == ["one", "two"])
 
 
+async def test_of_a_conversation_that_is_rewritten_neither_the_first_prompt_nor_turns_are_cut():
+    async with pool_of() as pool:
+        await start(pool, prompt="rule " * 2_000)
+        seen = await pool.step(0, Turn("rewrite"))
+        assert isinstance(seen, Observation)
+        first, turn, new = [message["content"] for message in seen.messages]
+        assert (first, turn) == ("rule " * 2_000, "turn " * 2_000)
+        assert new.endswith("\n[output cut: 10,000 bytes, 8,192 kept]")
+
+
+async def test_an_environment_knows_whether_the_task_grades_it():
+    async with pool_of() as pool:
+        for is_graded, reward in ((True, None), (False, 0.25)):
+            await pool.start(0, {}, source="s", name="row", is_graded=is_graded)
+            assert await pool.step(0, Turn("finish_if_graded")) == End(reward, [])
+
+
 async def test_tools_sync_and_async_answer_with_the_state_of_their_episode():
     async with pool_of("Shop") as pool:
         for episode, price in ((1, 2.5), (2, 40)):

@@ -14,6 +14,7 @@ from dora.environments import renderer as renderer_module
 from dora.environments.pool import EnvironmentPool
 from dora.environments.renderer import open_renderer
 from dora.errors import ConfigError
+from dora.tasks import prompts as prompts_module
 from dora.tasks.prompts import Conversation, open_eval_prompts, open_stream
 from dora.tasks.tokenizer import load_tokenizer
 from tests.environments.templates_of_families import TEMPLATES
@@ -55,6 +56,28 @@ async def test_the_first_prompts_of_all_sources_are_compared_unless_the_family_i
             return
         with pytest.raises(ConfigError, match=r"odd\.jsonl:1: .*qwen3 and the chat template render .* differently"):
             await asyncio.to_thread(opened, usual, odd, held_out=other)
+
+
+async def test_a_held_out_set_keeps_a_row_whose_environment_fails_at_first(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(prompts_module, "PAUSES_S", (0.0, 0.0))
+    special, eos = special_tokens("qwen3")
+    tokenizer = load_tokenizer(make_folder(tmp_path, special, eos=eos, chat_template=TEMPLATES["qwen3"]))
+    rows = [{"prompt": "a"}, {"prompt": "b", "reset": "raise_at_first", "file": str(tmp_path / "was here")}]
+    path = tmp_path / "rows.jsonl"
+    eval_set = EvalSetConfig(name="e", source={"kind": "jsonl", "path": path, "answer": ""})
+    async with EnvironmentPool(EnvironmentConfig(name=f"{WORLDS}:World", memory_mb=1_024)) as pool:
+        converse = Conversations(pool, open_renderer(tokenizer, settings={"name": "qwen3"}))
+
+        def opened() -> list[str]:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            found = open_eval_prompts(eval_set, task=TaskConfig(), tokenizer=tokenizer, seed=0, converse=converse)
+            return [prompt.skipped for prompt in found]
+
+        assert await asyncio.to_thread(opened) == ["", ""]
+        rows[1]["reset"] = "fail"
+        says = r"^eval\.sets\.e\.source: .*rows\.jsonl:2: the environment failed: .*KeyError.*\(after 3 attempts, 1 "
+        with pytest.raises(ConfigError, match=says):
+            await asyncio.to_thread(opened)
 
 
 def test_a_row_whose_prompt_is_not_known_yet_is_known_by_all_of_its_columns(tmp_path: Path) -> None:

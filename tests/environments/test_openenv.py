@@ -195,6 +195,21 @@ async def test_tools_of_the_server_are_tools_of_the_policy_and_without_a_reward_
         assert await asked.step(Turn("v3")) == End(None)
 
 
+def silent() -> Play:
+    """Ends at its second message, and never gives a reward."""
+    return lambda kind, data: seen(text=kind, done=kind != "reset")
+
+
+async def test_an_end_without_a_reward_is_zero_if_nobody_grades_it() -> None:
+    async with serving(CALL, tools) as url, episode(url, {"prompt": "Where is k1?"}) as (asked, _):
+        asked.is_graded = False
+        assert await asked.step(Turn("v3")) == End(0.0)
+    for is_graded, reward in ((True, None), (False, 0.0)):
+        async with serving(TEXT, silent) as url, episode(url, {"prompt": "Play."}) as (game, _):
+            game.is_graded = is_graded
+            assert await game.step(Turn("a")) == End(reward, [{"role": "user", "content": "step"}])
+
+
 def full() -> Play:
     def answer(kind: str, data: dict[str, Any]) -> dict[str, Any]:
         raise Refused("CAPACITY_REACHED" if kind == "reset" else "EXECUTION_ERROR")

@@ -56,6 +56,10 @@ def finish(world):
     return End(0.5, [{"role": "user", "content": "bye"}])
 
 
+def finish_if_graded(world):
+    return End() if world.is_graded else End(0.25)
+
+
 def finish_of_the_turn(world):
     return says(world.turn.finish)
 
@@ -135,6 +139,15 @@ async def cancel_itself(world):
     raise asyncio.CancelledError
 
 
+def raise_at_first(world):
+    """Raise, unless the file that the row names is there."""
+    file = Path(world.row["file"])
+    if not file.exists():
+        file.touch()
+        raise ConnectionError("the service is being started")
+    return Reset([{"role": "user", "content": "hello"}])
+
+
 def bomb(world):
     return says(str(len(bytearray(1 << 40))))
 
@@ -153,6 +166,12 @@ def impossible(world):
 
 def odd_message(world):
     return Observation([{"role": "user", "content": "a", "tool_call_id": []}])
+
+
+def rewrite(world):
+    """Answer with the whole conversation: the first prompt, a long turn, and a long message."""
+    first, turn = {"role": "user", "content": world.row["prompt"]}, {"role": "assistant", "content": "turn " * 2_000}
+    return Observation([first, turn, {"role": "user", "content": "word " * 2_000}], rewrites=True)
 
 
 def long(world):

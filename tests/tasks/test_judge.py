@@ -169,7 +169,12 @@ async def test_what_a_repetition_would_not_change_is_not_repeated() -> None:
     gone = await verdict_of(web.Response(status=404, text="no such model"))
     assert gone == Verdict("", JudgeUse(1, 0, 0), "status 404: no such model")
     cut = await verdict_of(lambda _: _said(completion("Score: 1", finish="length")))
-    assert cut == Verdict("", JudgeUse(1, 0, 0), "its reply was cut off; raise max_tokens in its options")
+    assert cut == Verdict("", JudgeUse(1, 100, 7), "its reply was cut off; raise max_tokens in its options")
+
+
+async def test_tokens_of_replies_that_are_not_taken_are_counted() -> None:
+    empty = web.json_response({"choices": [], "usage": {"prompt_tokens": 90, "completion_tokens": 1}})
+    assert await verdict_of(empty, empty, "Score: 1") == Verdict("Score: 1", JudgeUse(3, 280, 9))
 
 
 async def _said(response: web.StreamResponse) -> web.StreamResponse:
