@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -399,12 +399,13 @@ async def audit_until(interrupted: asyncio.Event, folder: RunFolder) -> int | No
     found.set_running_or_notify_cancel()  # from here on, nothing takes the result away from the thread
     threading.Thread(target=work, name="audit", daemon=True).start()
     audited, stopped = asyncio.wrap_future(found), asyncio.create_task(interrupted.wait(), name="interrupted")
+    either: list[asyncio.Future[Any]] = [audited, stopped]
     try:
-        await asyncio.wait({audited, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         return audited.result() if audited.done() else None
     finally:
-        audited.cancel()
-        stopped.cancel()
+        for future in either:
+            future.cancel()
 
 
 async def _end_trainer(link: TrainerLink, reason: str) -> None:

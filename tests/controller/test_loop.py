@@ -176,7 +176,7 @@ async def test_a_frozen_answer_goes_on_elsewhere_from_its_tokens_after_the_watch
 
 
 async def test_late_tokens_of_a_lost_server_are_refused(jobs: Any, tmp_path: Path) -> None:
-    job = jobs()
+    job = jobs(watchdog_s=16.0)  # with which progress is reported every second
     late: list[int] = []
 
     def talk_on(event: ev.Event, commands: list[cmd.Command]) -> None:
