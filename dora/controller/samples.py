@@ -89,7 +89,7 @@ class Samples:
 
     def on_logprobs(self, message: TrainerLogprobs) -> None:
         """Note the log-probs of an answer in the pass that trained it."""
-        self._trainer_logprobs[message.trajectory] = np.round(message.logprobs.astype(np.float64), 6)
+        self._trainer_logprobs[message.trajectory] = message.logprobs.astype(np.float64).round(6)
 
     def on_commands(self, commands: Iterable[cmd.Command]) -> None:
         """Keep a sibling of each group that is dropped, before its tokens are forgotten."""
