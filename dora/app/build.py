@@ -233,6 +233,7 @@ def _reporters(opened: Opened, engine: InferenceEngine, fleet: Fleet, recorder: 
         commits=opened.commits,
         observer=recorder,
         now=opened.now,
+        watchdog_s=opened.job.settings.watchdog_s,
         tick_s=TICK_S / opened.job.time_scale,
     )
 

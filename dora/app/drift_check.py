@@ -116,5 +116,5 @@ class _Silent:
     async def watch(self, run: Running) -> AsyncIterator[None]:
         yield
 
-    def ended(self, snapshot: Snapshot, *, folder: RunFolder, violations: int) -> None:
+    def ended(self, snapshot: Snapshot, *, folder: RunFolder, violations: int | None) -> None:
         self.folder = folder

@@ -1,7 +1,8 @@
 """Runs one job from start to end: check, build the parts, start processes, drive the controller.
 
 Invalid input is refused before a folder or a process exists. At the end, whatever the reason, the exit stack closes
-everything in reverse order: processes first, then sockets and files. Messages go to a `Frontend`; nothing is printed.
+everything in reverse order: processes first, then sockets and files. Only then is a finished run audited, which may
+take hours. Messages go to a `Frontend`; nothing is printed.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import asyncio
 import gc
 import os
 import secrets
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -46,7 +49,7 @@ from dora.controller.rollouts import RolloutWriter
 from dora.controller.trainer_link import TrainerLink
 from dora.controller.user_requests import UserRequests
 from dora.core.events import Event
-from dora.core.ids import FIRST_VERSION
+from dora.core.ids import FIRST_VERSION, VersionId
 from dora.core.invariants import check as check_invariants
 from dora.core.phases import ImpossibleChange
 from dora.engine.api import InferenceEngine
@@ -86,7 +89,7 @@ class Running:
     token_file: Path | None  # the generated token of the status endpoint; None if the user configured one
     stop_timeout_s: float  # maximum time that a clean stop waits for the trainer; 0: there is none
     snapshot: Callable[[], Snapshot]
-    interrupt: Callable[[], None]  # stop cleanly
+    interrupt: Callable[[], None]  # stop cleanly; leave out the audit of a run that has finished
     kill: Callable[[], None]  # kill all processes
 
 
@@ -102,8 +105,8 @@ class Frontend(Protocol):
     def watch(self, run: Running) -> AbstractAsyncContextManager[None]:
         """Show progress while the controller runs."""
 
-    def ended(self, snapshot: Snapshot, *, folder: RunFolder, violations: int) -> None:
-        """Show the result; `violations`: the number found by the audit of a finished run."""
+    def ended(self, snapshot: Snapshot, *, folder: RunFolder, violations: int | None) -> None:
+        """Show the result; `violations`: the number found by the audit, None if there was none."""
 
 
 async def run_job(
@@ -130,23 +133,26 @@ async def run_job(
     require_engine(config)
     await asyncio.to_thread(require_cuda, config, environ=os.environ)  # before gigabytes are downloaded for nothing
     config = await fetch(config, tell=frontend.tell, show=frontend.show)
-    async with AsyncExitStack() as stack:
-        inputs, episodes = await enter_inputs(stack, config)
-        job = prepare(
-            config,
-            inputs,
-            recorded=recorded,
-            rollout_only=rollout_only,
-            accept_changes=accept_changes,
-            pacing=pacing,
-        )
-        streams = allow_open_files(config.num_instances * (config.engine.slots or 1))
-        graders = await enter_graders(stack, config, inputs)
-        engine = await _enter_engine(stack, config, inputs, streams=streams)
-        folder = earlier or new_folder(config, reserved)
-        if earlier is None and reserved is None:
-            stack.enter_context(hold_run(folder.lock))
-        return await _Run(job, folder, stack, frontend, streams=streams).drive(engine, graders, episodes)
+    async with AsyncExitStack() as held:
+        async with AsyncExitStack() as stack:
+            inputs, episodes = await enter_inputs(stack, config)
+            job = prepare(
+                config,
+                inputs,
+                recorded=recorded,
+                rollout_only=rollout_only,
+                accept_changes=accept_changes,
+                pacing=pacing,
+            )
+            streams = allow_open_files(config.num_instances * (config.engine.slots or 1))
+            graders = await enter_graders(stack, config, inputs)
+            engine = await _enter_engine(stack, config, inputs, streams=streams)
+            folder = earlier or new_folder(config, reserved)
+            if earlier is None and reserved is None:
+                held.enter_context(hold_run(folder.lock))
+            run = _Run(job, folder, stack, frontend, held=held, streams=streams)
+            ended = await run.drive(engine, graders, episodes)
+        return await run.report(ended)
 
 
 async def enter_graders(stack: AsyncExitStack, config: Config, inputs: Inputs) -> Graders:
@@ -180,19 +186,43 @@ async def _enter_engine(stack: AsyncExitStack, config: Config, inputs: Inputs, *
     return engine
 
 
+@dataclass(frozen=True)
+class _Ended:
+    """The end of a run; `stranded`: versions that are only in `memory`; `lost`: what to tell of others, or ""."""
+
+    outcome: Outcome
+    snapshot: Snapshot
+    stranded: Sequence[VersionId]
+    memory: Path
+    lost: str
+
+
 class _Run:
     """A run whose folder exists."""
 
-    def __init__(self, job: Job, folder: RunFolder, stack: AsyncExitStack, frontend: Frontend, *, streams: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        folder: RunFolder,
+        stack: AsyncExitStack,
+        frontend: Frontend,
+        *,
+        held: AsyncExitStack,
+        streams: int,
+    ) -> None:
+        """`stack` closes at the end of the run, `held` after its audit."""
         self._job = job
         self._folder = folder
         self._lease = folder.lease(job.epoch)
         self._stack = stack
+        self._held = held
         self._frontend = frontend
         self._streams = streams
+        self._interrupted = asyncio.Event()
+        self._last: Snapshot | None = None  # once it has ended
         self._now = RunClock(at=job.started_at, scale=job.time_scale, tick_s=TICK_S / job.time_scale)
 
-    async def drive(self, engine: InferenceEngine, graders: Graders, episodes: EpisodeInputs | None) -> Outcome:
+    async def drive(self, engine: InferenceEngine, graders: Graders, episodes: EpisodeInputs | None) -> _Ended:
         """Build the parts, run the controller, and end."""
         job, folder = self._job, self._folder
         configure_logging(folder.log, level=job.config.log.level, run=folder.run_id, role="controller")
@@ -249,13 +279,13 @@ class _Run:
             await _end_trainer(trainer, outcome.reason)
         if cluster is not None and outcome.finished:
             await cluster.end(outcome.reason)
-        return self._end(outcome, recorder, opened)
+        return await self._end(outcome, recorder, opened)
 
     async def _serve_status(self, recorder: Recorder, requests: UserRequests) -> str:
         status = self._job.config.status
-        server = await self._stack.enter_async_context(
+        server = await self._held.enter_async_context(
             StatusServer(
-                recorder.snapshot,
+                lambda: self._last or recorder.snapshot(),
                 host=status.host,
                 port=status.port,
                 requests=requests,
@@ -283,13 +313,18 @@ class _Run:
     ) -> Outcome:
         """Run the controller while the frontend shows it."""
         config, folder = self._job.config, self._folder
+
+        def interrupt() -> None:
+            self._interrupted.set()
+            controller.interrupt()
+
         running = Running(
             folder=folder,
             status_url=status_url,
             token_file=folder.status_token if config.status.token is None else None,
             stop_timeout_s=0.0 if self._job.rollout_only else config.trainer.stop_timeout_s,
             snapshot=recorder.snapshot,
-            interrupt=controller.interrupt,
+            interrupt=interrupt,
             kill=node.kill_all,
         )
         gc.freeze()  # objects made at startup stay alive
@@ -323,22 +358,54 @@ class _Run:
         )
         return RunFailed(f"{err}; logs: {folder.logs}{resume}")
 
-    def _end(self, outcome: Outcome, recorder: Recorder, opened: Opened) -> Outcome:
-        """Audit a finished run and show the result. An interrupted run is not audited, so that stopping is fast."""
-        folder, snapshot = self._folder, recorder.snapshot()
-        violations = len(audit(folder).violations) if outcome.finished else 0
+    async def _end(self, outcome: Outcome, recorder: Recorder, opened: Opened) -> _Ended:
+        self._last = recorder.snapshot()
         if outcome.finished and not self._job.config.run.steps:
-            write_results(folder)
+            await asyncio.to_thread(write_results, self._folder)
             opened.store.discard(FIRST_VERSION)  # a copy of the model
-        self._frontend.ended(snapshot, folder=folder, violations=violations)
-        if outcome.finished and (lost := opened.store.stranded(self._job.state.window.entries)):
+        stranded = opened.store.stranded(self._job.state.window.entries)
+        return _Ended(outcome, self._last, stranded, opened.store.memory_root, opened.lost_versions())
+
+    async def report(self, ended: _Ended) -> Outcome:
+        """Audit a finished run and show the result. An interrupted run is not audited, so that stopping is fast."""
+        folder, outcome = self._folder, ended.outcome
+        violations = await audit_until(self._interrupted, folder) if outcome.finished else None
+        self._frontend.ended(ended.snapshot, folder=folder, violations=violations)
+        if outcome.finished and ended.stranded:
             raise RunFailed(
-                f"{folder.versions} has no room for the last version, {lost[-1]}, which is only in memory "
-                f"({opened.store.memory_root}): copy it from there"
+                f"{folder.versions} has no room for the last version, {ended.stranded[-1]}, which is only in memory "
+                f"({ended.memory}): copy it from there"
             )
-        if outcome.finished and (line := opened.lost_versions()):
-            self._frontend.tell(line)
-        return replace(outcome, violations=violations)
+        if outcome.finished and ended.lost:
+            self._frontend.tell(ended.lost)
+        return replace(outcome, violations=violations or 0)
+
+
+async def audit_until(interrupted: asyncio.Event, folder: RunFolder) -> int | None:
+    """Return the number of violations in a finished run; None if it was interrupted before this was known.
+
+    The thread has no limit and cannot be stopped, so it is one that does not keep the process from ending.
+    """
+    found: Future[int] = Future()
+
+    def work() -> None:
+        try:
+            found.set_result(len(audit(folder).violations))
+        except Exception as err:  # noqa: BLE001  whoever waits gets it
+            found.set_exception(err)
+
+    if interrupted.is_set():
+        return None
+    found.set_running_or_notify_cancel()  # from here on, nothing takes the result away from the thread
+    threading.Thread(target=work, name="audit", daemon=True).start()
+    audited, stopped = asyncio.wrap_future(found), asyncio.create_task(interrupted.wait(), name="interrupted")
+    either: list[asyncio.Future[Any]] = [audited, stopped]
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return audited.result() if audited.done() else None
+    finally:
+        for future in either:
+            future.cancel()
 
 
 async def _end_trainer(link: TrainerLink, reason: str) -> None:

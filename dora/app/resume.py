@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -25,6 +25,7 @@ from dora.controller.evaluations import Evaluations
 from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.core.commands import FailRun, FinishRun, ReportEvaluation
 from dora.core.events import CheckpointSaved, StepTrained, VersionPublished
+from dora.core.excerpt import Entry
 from dora.core.ids import GroupId, StepId, TrajectoryId, VersionId
 from dora.core.phases import TrajectoryPhase
 from dora.core.state import State
@@ -94,62 +95,83 @@ def _parse(config: str) -> Config:
         ) from None
 
 
+class _Told:
+    """What a journal tells besides the state; iterated as the journal, from which it is found meanwhile."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self.epochs: list[Epoch] = []
+        self.last_at = 0.0
+        self.end: FinishRun | FailRun | None = None
+        self.files: dict[VersionId, Mapping[str, str]] = {}
+        self.num_bytes: dict[VersionId, int] = {}
+        self.chains: dict[StepId, str] = {}
+        self.configs: dict[StepId, str] = {}
+        self.saved: set[str] = set()
+        self.evaluated: set[VersionId] = set()
+        self.base_chain: str | None = None
+        self.held_out: str | None = None
+
+    @property
+    def config(self) -> str:
+        """The configuration of the latest epoch."""
+        return self.epochs[-1].config if self.epochs else ""
+
+    def __iter__(self) -> Iterator[Entry]:
+        for record in self._journal.records():
+            if isinstance(record, Epoch):
+                self.epochs.append(record)
+            elif isinstance(record, Note) and record.name == HELD_OUT:
+                self.held_out = str(record.values["digest"])
+            elif isinstance(record, Handled):
+                self._note(record)
+                yield record.event, record.commands
+
+    def _note(self, record: Handled) -> None:
+        event = record.event
+        self.last_at = event.at
+        for order in record.commands:
+            if isinstance(order, ReportEvaluation):
+                self.evaluated.add(order.version)
+        self.end = next((order for order in record.commands if isinstance(order, FinishRun | FailRun)), self.end)
+        match event:
+            case StepTrained():
+                self.chains.setdefault(event.step, event.chain)
+                self.configs.setdefault(event.step, self.config)
+            case VersionPublished():
+                self.files.setdefault(event.version, event.files)
+                self.num_bytes.setdefault(event.version, event.num_bytes)
+                self.base_chain = event.chain if event.version == 0 else self.base_chain
+            case CheckpointSaved():
+                self.saved.add(Path(event.folder).name)
+
+
 def read_run(folder: RunFolder) -> Recorded:
     """Replay the journal; RunFailed if the decision core decides differently now."""
     journal = Journal(folder.journal)
+    told = _Told(journal)
     folded = Folded.new(journal.header.settings.group_size, is_replay=True)
-    found = replay(journal.header.settings, journal, projection=folded)
+    found = replay(journal.header.settings, told, projection=folded)
     if found.difference is not None:
         raise RunFailed(f"{folder.root}: the journal cannot be continued: {found.difference}")
-    epochs: list[Epoch] = []
-    last_at, end, config = 0.0, None, ""
-    files: dict[VersionId, Mapping[str, str]] = {}
-    num_bytes: dict[VersionId, int] = {}
-    chains: dict[StepId, str] = {}
-    configs: dict[StepId, str] = {}
-    saved: set[str] = set()
-    evaluated: set[VersionId] = set()
-    base_chain = held_out = None
-    for record in journal.records():
-        if isinstance(record, Epoch):
-            epochs.append(record)
-            config = record.config
-        if isinstance(record, Note) and record.name == HELD_OUT:
-            held_out = str(record.values["digest"])
-        if not isinstance(record, Handled):
-            continue
-        event = record.event
-        last_at = event.at
-        evaluated.update(order.version for order in record.commands if isinstance(order, ReportEvaluation))
-        end = next((order for order in record.commands if isinstance(order, FinishRun | FailRun)), end)
-        match event:
-            case StepTrained():
-                chains.setdefault(event.step, event.chain)
-                configs.setdefault(event.step, config)
-            case VersionPublished():
-                files.setdefault(event.version, event.files)
-                num_bytes.setdefault(event.version, event.num_bytes)
-                base_chain = event.chain if event.version == 0 else base_chain
-            case CheckpointSaved():
-                saved.add(Path(event.folder).name)
     return Recorded(
         run_id=journal.header.run_id,
         settings=found.state.settings,
         state=found.state,
-        last_at=last_at,
-        next_epoch=max((record.epoch for record in epochs), default=-1) + 1,
-        config=config,
+        last_at=told.last_at,
+        next_epoch=max((record.epoch for record in told.epochs), default=-1) + 1,
+        config=told.config,
         rollout_only=journal.header.rollout_only,
-        files=files,
-        num_bytes=num_bytes,
-        chains=chains,
-        configs=configs,
-        base_chain=base_chain,
-        held_out=held_out,
-        saved=saved,
-        evaluated=evaluated | {*found.state.evaluation.overtaken},
+        files=told.files,
+        num_bytes=told.num_bytes,
+        chains=told.chains,
+        configs=told.configs,
+        base_chain=told.base_chain,
+        held_out=told.held_out,
+        saved=told.saved,
+        evaluated=told.evaluated | {*found.state.evaluation.overtaken},
         folded=folded,
-        end=end if found.state.finished else None,
+        end=told.end if found.state.finished else None,
     )
 
 

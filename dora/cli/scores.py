@@ -15,7 +15,7 @@ from dora.observe.sentence import duration
 SHOWN_CAUSES = 5
 
 
-def summary(found: Results, folder: RunFolder, *, violations: int = 0) -> list[str]:
+def summary(found: Results, folder: RunFolder, *, violations: int | None = 0) -> list[str]:
     """Return the lines: a table with a line for each set, failures by cause, and where everything is."""
     lines = [f"evaluation of {_named(found.model)} in {duration(found.seconds)}, seed {found.seed}"]
     lines += (f"  {row}" for row in table([HEAD, *(tuple(_cells(one)) for one in found.sets)]))
@@ -24,7 +24,9 @@ def summary(found: Results, folder: RunFolder, *, violations: int = 0) -> list[s
     methods = dict.fromkeys(one.interval.method for one in found.sets if one.interval is not None)
     if methods:
         lines.append(f"  95 %: interval of the mean over all prompts of the kind ({', '.join(methods)})")
-    if violations:
+    if violations is None:
+        lines.append(f"  audit: dora audit {folder.root}")
+    elif violations:
         lines.append(f"  {violations} VIOLATIONS: see dora audit {folder.root}")
     lines.append(f"  scores: {folder.results}; answers: dora view {folder.root}")
     return list(map(one_line, lines))

@@ -15,10 +15,10 @@ from dora.observe.snapshot import Snapshot
 from dora.status.frame import by_set, idle_text, mean_text, moves
 
 
-def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:
+def summary(now: Snapshot, *, folder: RunFolder, violations: int | None) -> list[str]:
     """Return the lines: held-out reward before and after, throughput, idle time, staleness, audit, and folder.
 
-    Of an evaluation: its scores.
+    Of an evaluation: its scores. `violations`: None without an audit.
     """
     if not now.num_steps and now.phase == "finished":
         return summary_of_scores(read_results(folder), folder, violations=violations)
@@ -50,7 +50,7 @@ def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:
     lines += _episodes(now)
     lines += [f"  judges: {now.judges.text}"] if now.judges is not None else []
     kept = ", ".join(name for name in ("C1", "C2", "C3") if name not in now.by_design)
-    lines.append(f"  audit of {kept}: {_verdict(now, violations, folder=folder)}")
+    lines.append(f"  audit of {kept}: {_verdict(violations, folder=folder)}")
     lines.append(f"  everything is in {folder.root}")
     if now.phase == "interrupted":
         lines.append(f"  to continue it: dora {'run' if now.num_steps else 'eval'} --resume {folder.root}")
@@ -71,7 +71,7 @@ def _episodes(now: Snapshot) -> Iterator[str]:
         yield f"  {sum(failed.values())} episodes left out because their environment failed: {by_cause(failed)}"
 
 
-def _verdict(now: Snapshot, violations: int, *, folder: RunFolder) -> str:
-    if now.phase != "finished":
+def _verdict(violations: int | None, *, folder: RunFolder) -> str:
+    if violations is None:
         return f"dora audit {folder.root}"
     return f"{violations} VIOLATIONS: see dora audit {folder.root}" if violations else "clean"

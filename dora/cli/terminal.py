@@ -34,7 +34,7 @@ class Terminal:
         async with show_progress(run.snapshot, status_url=run.status_url, folder=folder, token=token):
             yield
 
-    def ended(self, snapshot: Snapshot, *, folder: RunFolder, violations: int) -> None:
+    def ended(self, snapshot: Snapshot, *, folder: RunFolder, violations: int | None) -> None:
         output.say(*summary(snapshot, folder=folder, violations=violations))
 
 
@@ -49,6 +49,8 @@ def _stop_on_signals(run: Running) -> None:
             run.kill()
             os._exit(INTERRUPTED)
         run.interrupt()
+        if run.snapshot().phase == "finished":
+            return output.tell("the run has finished, and its audit is left out; press Ctrl-C again to end at once")
         waits = f"Waiting at most {run.stop_timeout_s:g} s for the trainer's checkpoint; " if run.stop_timeout_s else ""
         output.tell(f"stopping; everything in flight is kept. {waits}press Ctrl-C again to end at once")
 

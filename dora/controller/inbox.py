@@ -40,8 +40,7 @@ class Inbox:
 
         RemoteError after ASK_TIMEOUT_S; ConfigError if the run has ended.
         """
-        if self.is_closed:
-            raise ConfigError(ENDED)
+        self.require_open()
         answer: asyncio.Future[list[Command]] = asyncio.get_running_loop().create_future()
         self._asked[id(event)] = answer
         try:
@@ -52,6 +51,11 @@ class Inbox:
             raise RemoteError(f"the run did not respond within {ASK_TIMEOUT_S:g} s; it may be ending") from None
         finally:
             del self._asked[id(event)]
+
+    def require_open(self) -> None:
+        """Raise ConfigError if the run has ended."""
+        if self.is_closed:
+            raise ConfigError(ENDED)
 
     def answer(self, event: Event, commands: list[Command]) -> None:
         """Return the commands for an event to its `ask`, if any."""

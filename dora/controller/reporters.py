@@ -1,11 +1,13 @@
 """Periodic reports to the core: the time, the progress of answers, and servers with little free KV.
 
-The tick loop produces ProgressReported, KvPressureReported and Ticked every second until it is cancelled.
+The tick loop produces ProgressReported, KvPressureReported and Ticked until it is cancelled. As the journal keeps them
+for good, progress is reported only as often as others look at it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
@@ -25,6 +27,11 @@ from dora.journal.commits import Commits
 log = structlog.get_logger(__name__)
 
 TICK_S: Final = 1.0
+#: Maximum number of ticks between two reports of an instance's progress: fewer than between two health checks, which
+#: take a server without a new report for one that may prefill.
+REPORT_TICKS: Final = 4
+#: The same as a share of the watchdog's time, in which the core looks at them eight times.
+_REPORT_SHARE: Final = 1 / 16
 #: Shares of KV in use: above KV_PRESSED a server will soon retract requests; below KV_RELIEVED it gets work again.
 KV_PRESSED: Final = 0.95
 KV_RELIEVED: Final = 0.8
@@ -51,9 +58,10 @@ class Reporters:
         commits: Commits,
         observer: LagObserver,
         now: Callable[[], float],
+        watchdog_s: float,
         tick_s: float = TICK_S,
     ) -> None:
-        """`rows` is the core's instance table; `tick_s` is by the wall clock."""
+        """`rows` is the core's instance table; `tick_s` is by the wall clock, `watchdog_s` by the run's."""
         self._rows = rows
         self._trajectories = trajectories
         self._fleet = fleet
@@ -63,6 +71,7 @@ class Reporters:
         self._observer = observer
         self._now = now
         self._tick_s = tick_s
+        self._report_ticks = max(1, min(REPORT_TICKS, int(_REPORT_SHARE * watchdog_s / TICK_S)))
         self._reported: dict[InstanceId, dict[TrajectoryId, int]] = {}
         self._polled: set[InstanceId] = set()  # requests for their KV use are in flight
 
@@ -72,10 +81,10 @@ class Reporters:
 
     async def _tick(self) -> None:
         async with asyncio.TaskGroup() as polls:
-            while True:
+            for tick in itertools.count():
                 await asyncio.sleep(self._tick_s)
                 for instance in list(self._rows.values()):
-                    if instance.residents:
+                    if instance.residents and (tick + instance.id) % self._report_ticks == 0:
                         await self._report_progress(instance.id)
                     if instance.pressed or instance.kv_load >= KV_RELIEVED * instance.kv_tokens:
                         self._poll_kv(instance, polls)

@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from dora import foreign
 from dora.controller.evaluations import Evaluations
@@ -82,14 +83,13 @@ class Samples:
         self._keep = keep
         self._renderer = renderer
         self._dropped: list[KeptTrajectory] = []  # since the last step
-        self._trainer_logprobs: dict[TrajectoryId, tuple[float, ...]] = {}
+        self._trainer_logprobs: dict[TrajectoryId, NDArray[np.float64]] = {}
         self._instances: dict[TrajectoryId, InstanceId] = {}  # of the last request of each answer in training
         self._pieces: dict[int, str] = {}  # text by token: decoding takes 10 us
 
     def on_logprobs(self, message: TrainerLogprobs) -> None:
         """Note the log-probs of an answer in the pass that trained it."""
-        rounded = np.round(message.logprobs.astype(np.float64), 6)
-        self._trainer_logprobs[message.trajectory] = tuple(rounded.tolist())
+        self._trainer_logprobs[message.trajectory] = message.logprobs.astype(np.float64).round(6)
 
     def on_commands(self, commands: Iterable[cmd.Command]) -> None:
         """Keep a sibling of each group that is dropped, before its tokens are forgotten."""
@@ -126,7 +126,7 @@ class Samples:
     def mismatches(self, groups: Sequence[Group], *, step: StepId) -> dict[InstanceId, float]:
         """Return the mean k3 between each server and the trainer, over the fresh answers of a step whose log-probs the
         trainer has sent. A wrong adapter, or other weights, would show here first."""
-        found: dict[InstanceId, list[float]] = defaultdict(list)
+        found: dict[InstanceId, list[NDArray[np.float64]]] = defaultdict(list)
         for trajectory in [t for group in groups for t in group.trajectories]:
             instance = self._instances.get(trajectory.id)
             is_fresh = int(trajectory.version) == int(step)
@@ -136,11 +136,11 @@ class Samples:
                 for start, end in record.observed:
                     sampled[start:end] = False
                 behavior = np.asarray(record.logprobs, dtype=np.float64)[sampled]
-                trained = np.asarray(self._trainer_logprobs[trajectory.id])
+                trained = self._trainer_logprobs[trajectory.id]
                 if len(behavior) == len(trained):
                     log_ratio = trained - behavior
-                    found[instance] += (np.expm1(log_ratio) - log_ratio).tolist()
-        return {instance: float(np.mean(values)) for instance, values in found.items()}
+                    found[instance].append(np.expm1(log_ratio) - log_ratio)
+        return {instance: float(np.mean(np.concatenate(values))) for instance, values in found.items()}
 
     def of_step(self, groups: Sequence[Group], *, step: StepId) -> Iterator[KeptTrajectory]:
         """Yield the trajectories kept of a trained step, and those of groups dropped since the step before.
@@ -156,7 +156,8 @@ class Samples:
             trajectory = next((t for t in graded if t.id in self._trainer_logprobs), graded[0])
             record = self._trajectories.records[trajectory.id]
             kept = self._describe(trajectory.id, record, step=step, version=group.version, outcome="trained")
-            logprobs = self._trainer_logprobs.get(trajectory.id, ())
+            sent_logprobs = self._trainer_logprobs.get(trajectory.id)
+            logprobs = () if sent_logprobs is None else tuple(sent_logprobs.tolist())
             yield replace(kept, group=group.id, reward=trajectory.reward, trainer_logprobs=logprobs)
         for kept in self._dropped:
             yield replace(kept, step=step)

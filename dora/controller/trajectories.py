@@ -112,11 +112,9 @@ class TrajectoryRecord:
             mask[start:end] = array("B", bytes(end - start))
         return mask
 
-    def context(self) -> list[int]:
+    def context(self) -> array[int]:
         """Return the tokens that the next request continues: those of the latest row."""
-        if not self.forks:
-            return [*self.prompt.tokens, *self.tokens]
-        return row_ids(array("i", self.prompt.tokens), self.tokens, self.forks, len(self.forks)).tolist()
+        return row_ids(array("i", self.prompt.tokens), self.tokens, self.forks, len(self.forks))
 
     def rows(self) -> list[EpisodeRow]:
         """Return its rows for the trainer."""

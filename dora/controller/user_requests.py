@@ -61,6 +61,7 @@ class UserRequests:
                 await self._decide(InstanceRecalled(self._now(), known, request=request))
                 return f"instance {known} gets work again"
             url = _address(which)
+            self._inbox.require_open()  # else the engine has been closed
             if not await self._engine.is_alive(url, timeout_s=HEALTH_TIMEOUT_S):
                 raise ConfigError(f"{url}: does not answer its health check; start the server or correct the address")
             found = await self._fleet.examine(url)

@@ -55,7 +55,7 @@ class InstanceLost(Event, frozen=True):
 
 
 class ProgressReported(Event, frozen=True):
-    """Tokens produced so far by the residents of an instance, at most once a second for each instance."""
+    """Tokens produced so far by the residents of an instance, every few seconds for each instance."""
 
     instance: InstanceId
     num_tokens: dict[TrajectoryId, int]

@@ -19,6 +19,7 @@ from dora.core.ids import ForkCause
 from dora.environments.api import Turn
 from dora.environments.messages import arguments_key, assistant_message
 from dora.environments.renderer import Message, Renderer, RenderingFailed, Tool
+from dora.environments.shapes import MessageShape, shapes_of
 from dora.journal.rows import EpisodeRow, Fork, answer_bound, row_ids, rows_of
 
 
@@ -42,6 +43,7 @@ class _Branch:
     fork: Fork
     messages: list[Message]
     cause: ForkCause = ""
+    shapes: list[MessageShape] = field(default_factory=list)  # of messages before the last turn, which are as they are
     turns: list[_TurnAt] = field(default_factory=list)
 
 
@@ -146,7 +148,7 @@ class Episode:
 
     def end_turn(self, finish: Literal["stop", "length"]) -> Turn:
         """Parse the turn that was sampled, and add it to the conversation."""
-        row, branch = self.context(), self._branches[-1]
+        row, branch = self._row(len(self._branches) - 1), self._branches[-1]
         turn = self._renderer.parse(
             row[self._start :],
             prompt=row[: self._start],
@@ -168,8 +170,10 @@ class Episode:
         branch, row = self._branches[-1], self._row(len(self._branches) - 1)
         new = conversation_of(messages, after=branch.messages[-1:])
         if branch.turns and branch.turns[-1].end == len(row):
-            self._renderer.require_shape([*branch.messages, *new], tools=self.tools)
-            start = branch.turns[-1].start
+            start, last = branch.turns[-1].start, branch.turns[-1].num_messages
+            branch.shapes += shapes_of(branch.messages[len(branch.shapes) : last])
+            newest = shapes_of([*branch.messages[last:], *new])
+            self._renderer.require_shapes([*branch.shapes, *newest], tools=self.tools)
             added = self._renderer.bridge(row[:start], row[start:], new, tools=self.tools)
             if added is not None:
                 branch.messages.extend(new)
@@ -191,7 +195,7 @@ class Episode:
             if not added:  # two turns must have a token between them
                 keep, added = keep - 1, self._row(row)[keep - 1 : keep].tolist()
             self._branches.append(_Branch(Fork(len(self.tokens), row, keep), conversation, cause))
-        self._branches[-1].messages = conversation
+        self._branches[-1].messages, self._branches[-1].shapes = conversation, []
         return self._add(added)
 
     def continue_from(self, tokens: Sequence[int]) -> int:

@@ -23,7 +23,7 @@ import msgspec
 
 from dora.environments import probes
 from dora.environments.api import ToolCall, Turn
-from dora.environments.shapes import ShapePair, example_of, pairs_of, shapes_of, shortened
+from dora.environments.shapes import MessageShape, ShapePair, example_of, pairs_of, shapes_of, shortened
 from dora.errors import ConfigError, DoraError
 from dora.extras import require_extra
 from dora.tasks.chat_template import DATE
@@ -116,7 +116,11 @@ class Renderer:
     def require_shape(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> None:
         """Compare with the chat template by which the family was recognized how conversations of this shape are
         rendered, once for each pair of messages in it. RenderingFailed if they differ, or if a text is left out."""
-        shapes = shortened(shapes_of(messages))
+        self.require_shapes(shapes_of(messages), tools=tools)
+
+    def require_shapes(self, shapes: Sequence[MessageShape], *, tools: Sequence[Tool] = ()) -> None:
+        """As `require_shape`, with the shape of each message."""
+        shapes = shortened(shapes)
         pairs = [(bool(tools), pair) for pair in pairs_of(shapes)]
         if self._known_shapes.issuperset(pairs):
             return
@@ -156,10 +160,10 @@ class Renderer:
         `prompt` is everything before the sampled turn, `messages` what follows it. None: the family cannot continue
         these tokens exactly, as when the turn ended within its reasoning, or `messages` has another turn.
         """
-        before = [*prompt, *sampled]
+        before, turn = [*prompt, *sampled], len(prompt)  # numbers are made once: there may be 100,000
         try:
             told = [*map(self._tokenizer.as_text, messages)]
-            bridged = self._renderer.bridge_to_next_turn([*prompt], [*sampled], told, tools=[*tools] or None)
+            bridged = self._renderer.bridge_to_next_turn(before[:turn], before[turn:], told, tools=[*tools] or None)
         except _PARSER_ERRORS as err:
             raise RenderingFailed(f"renderer {self.family} rejected the messages: {_reason(err)}") from err
         if bridged is None or len(bridged.token_ids) <= len(before) or bridged.token_ids[: len(before)] != before:

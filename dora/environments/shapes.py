@@ -44,7 +44,8 @@ ShapePair = tuple[MessageShape | None, MessageShape]
 
 def shapes_of(messages: Sequence[Message]) -> list[MessageShape]:
     """Return the shape of each message. A turn has at least as many calls as results follow it: a result of an invalid
-    call, which is not part of the turn, is rendered as any other."""
+    call, which is not part of the turn, is rendered as any other. A part that neither begins with a result nor precedes
+    one has the shapes that it has in the whole."""
     shapes: list[MessageShape] = []
     num_results = 0
     for message in reversed(messages):

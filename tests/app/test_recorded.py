@@ -13,12 +13,16 @@ from dora.cli.track import track
 from dora.config.load import dump, load
 from dora.config.recorded import read_recorded
 from dora.errors import ConfigError
-from dora.journal.codec import FORMAT, Epoch, Header
+from dora.journal import reader
+from dora.journal.codec import FORMAT, AnyRecord, Epoch, Header, decode
 from dora.journal.commits import Commits
+from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import TokenWriter
 from dora.journal.writer import JournalWriter
+from tests.core.world import run as run_of_core
 from tests.core.world import settings
+from tests.journal.recorded import new_folder, write
 
 #: Keys in a section, sections, a section that has become a key, and the name of a loss.
 OTHER = (
@@ -76,6 +80,22 @@ def test_a_configuration_that_was_altered_is_still_that_of_another_version_in_th
         ConfigError, match=r"^--resume: another version of DORA wrote the configuration in the journal;"
     ):
         _ = read_run(folder).configuration
+
+
+def test_a_resume_decodes_each_record_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = run_of_core(seed=3, steps=2)
+    folder = write(new_folder(tmp_path), world.settings, world.journal)
+    num_records, decoded = sum(1 for _ in Journal(folder.journal).records()), 0
+
+    def counting(data: bytes) -> AnyRecord:
+        nonlocal decoded
+        decoded += 1
+        return decode(data)
+
+    monkeypatch.setattr(reader, "decode", counting)
+    recorded = read_run(folder)
+    assert decoded == num_records + 1  # the header, before
+    assert (recorded.next_epoch, recorded.state.feed.trained, len(recorded.chains)) == (1, 2, 2)
 
 
 def test_readers_ignore_what_they_do_not_know(folder: RunFolder) -> None:

@@ -553,6 +553,7 @@ def make_job(
         commits=commits,
         observer=watcher,
         now=now,
+        watchdog_s=settings.watchdog_s,
     )
     controller = Controller(
         state,

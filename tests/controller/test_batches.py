@@ -59,7 +59,7 @@ def forked(trajectory: int) -> TrajectoryRecord:
 
 def test_a_trajectory_that_forked_has_each_sampled_token_in_one_of_its_rows() -> None:
     made = forked(1)
-    assert made.context() == [100, 7, 8, 41]
+    assert made.context().tolist() == [100, 7, 8, 41]
     order = TrainMicroBatch(4, 0, True, ((0, 1, 2),))
     records = {0: record(0, 2), 1: made, 2: record(2, 2)}
     (batch,) = build_wave(

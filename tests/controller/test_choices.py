@@ -87,7 +87,7 @@ class Conversation:
             self.server += 1
             return
         context = [*known, *new]
-        assert context == self.record.context()
+        assert context == self.record.context().tolist()
         experts = chosen_by(self.server, context[:-1], self.shape)[asked.start :]
         mask = self.record.loss_mask()
         for at, place in enumerate(self.places()[:-1]):

@@ -112,7 +112,7 @@ async def test_an_observation_continues_the_row(dialog: Start) -> None:
     event = await made.call()
     assert (event.ended, event.failed, event.reward, event.truncated, event.repeated) == (False, "", 0.5, "", 0)
     assert event.num_tokens == len(made.record.tokens)
-    assert made.record.context() == [*made.record.prompt.tokens, *made.record.tokens]
+    assert made.record.context().tolist() == [*made.record.prompt.tokens, *made.record.tokens]
     assert made.record.turn_start == len(made.record.tokens) > len(made.sampled)
 
 
@@ -123,7 +123,7 @@ async def test_a_rewritten_conversation_goes_on_in_a_row_of_its_own(dialog: Star
     event = await made.call()
     rendered = made.renderer.render(whole)
     (fork,) = made.record.forks
-    assert made.record.context() == rendered
+    assert made.record.context().tolist() == rendered
     assert (fork.start, fork.parent) == (len(made.sampled), 0)
     assert event.repeated == fork.keep >= len(made.record.prompt.tokens)
     assert event.fork == "rewritten"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from array import array
 from contextlib import closing
 from itertools import count
@@ -103,6 +104,27 @@ def test_each_server_is_compared_with_the_trainer_by_fresh_answers_alone(kept: K
     kept.samples.on_commands([cmd.ForgetGroups(tuple(group.id for group in kept.groups))])
     assert kept.samples.mismatches(kept.groups, step=StepId(2)) == {}
     assert not kept.samples._instances
+
+
+def test_the_mismatch_of_a_large_step_is_the_mean_over_its_tokens_and_takes_few_bytes_for_each(kept: Kept) -> None:
+    rng, num_tokens = np.random.default_rng(3), 50_000
+    ratios: list[float] = []
+    for group in (one for one in kept.groups if one.version == VersionId(2)):
+        for trajectory in group.trajectories:
+            record = kept.trajectories.records[trajectory.id]
+            record.tokens = array("i", bytes(4 * num_tokens))
+            record.logprobs = array("f", -rng.random(num_tokens, dtype=np.float32))
+            kept.samples.on_commands([cmd.Generate(trajectory.id, 1, InstanceId(0), VersionId(2), 0)])
+            logprobs = -rng.random(num_tokens, dtype=np.float32)
+            kept.samples.on_logprobs(TrainerLogprobs(rank=0, trajectory=trajectory.id, logprobs=logprobs))
+            ratio = np.round(logprobs.astype(np.float64), 6) - np.asarray(record.logprobs, dtype=np.float64)
+            ratios += (np.expm1(ratio) - ratio).tolist()
+    tracemalloc.start()
+    found = kept.samples.mismatches(kept.groups, step=StepId(2))
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found == {0: float(np.mean(ratios))}
+    assert peak_bytes < 24 * len(ratios)
 
 
 def test_only_what_the_policy_sampled_is_compared(kept: Kept) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dora.controller.trajectories import Trajectories
 from dora.core.ids import GroupId, TrajectoryId
+from dora.engine.api import GenerateRequest
+from dora.engine.sglang.client import EngineClient
 from dora.journal.tokens import TokenWriter, read_tokens
 from tests.controller.fakes import prompt
 
@@ -36,6 +40,15 @@ def test_admission_makes_a_record_for_every_sibling_and_logs_the_prompt(
     assert sorted(trajectories.records) == [3, 4, 5]
     log.store(log.take())
     assert read_tokens(tmp_path / "tokens.bin").prompts[GroupId(1)].tokens.tolist() == [3, 4, 5]
+
+
+def test_what_a_request_continues_takes_four_bytes_a_token_and_is_sent_as_numbers(trajectories: Trajectories) -> None:
+    trajectories.begin(T, 1)
+    trajectories.append(T, 1, [10, 11], [-1.0, -2.0])
+    context = trajectories.records[T].context()
+    assert context.tobytes() == array("i", [3, 4, 5, 10, 11]).tobytes()
+    request = GenerateRequest("r", context, 8, 1.0, (0,), seed=1, label="run/1")
+    assert EngineClient.encode(request) == EngineClient.encode(replace(request, tokens=context.tolist()))
 
 
 def test_tokens_are_kept_and_logged_over_attempts(trajectories: Trajectories, log: TokenWriter, tmp_path: Path) -> None:

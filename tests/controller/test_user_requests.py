@@ -279,7 +279,10 @@ async def test_a_click_on_a_run_that_has_just_ended_changes_nothing_and_says_so(
     async with under_way(tmp_path) as asked, served(asked) as server:
         assert (await post(f"{server.url}/run/stop", b'{"by": "ada"}'))[0] == 200
         await asked.until(lambda: asked.job.inbox.is_closed)
-        for path, body in (("run/stop", b"{}"), ("run/evaluate", b"{}"), ("instances/drain", b'{"instance": "0"}')):
+        for path, body in (
+            *(("run/stop", b"{}"), ("run/evaluate", b"{}"), ("instances/drain", b'{"instance": "0"}')),
+            ("instances/add", b'{"instance": "http://127.0.0.1:9"}'),
+        ):
             assert await post(f"{server.url}/{path}", body) == (409, ev.ENDED)
         assert asked.state.instances[ZERO].is_member
     assert [event.request.by for event in asked.job.watcher.of(ev.StopRequested)][:1] == ["ada (127.0.0.1)"]

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from dora.environments.api import End, Observation, Reset, Turn
 from dora.environments.replies import EnvironmentFailed
+from dora.environments.shapes import MessageShape
 from dora.tasks.prompts import Conversation
 from dora.tasks.tokenizer import Tokenizer
 from tests.crash.policy import EOS, answered
@@ -28,6 +29,9 @@ class NumberRenderer:
 
     def require_shape(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = ()) -> None:
         pass  # it has no template
+
+    def require_shapes(self, shapes: Sequence[MessageShape], *, tools: Any = ()) -> None:
+        pass
 
     def bridge(
         self, prompt: Sequence[int], sampled: Sequence[int], messages: Sequence[Mapping[str, Any]], *, tools: Any = ()

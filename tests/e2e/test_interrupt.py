@@ -163,6 +163,32 @@ def test_a_stop_whose_checkpoint_does_not_come_in_time_says_so_and_is_resumed_fr
     assert_audit_clean(folder)
 
 
+#: `dora`, with an audit that does not end.
+HELD_AUDIT = """
+import sys, threading
+from dora.app import job
+from dora.cli.app import main
+
+job.audit = lambda folder: threading.Event().wait()
+sys.argv[:4] = ["dora"]
+main()
+"""
+
+
+def test_an_audit_holds_no_server_and_ctrl_c_leaves_it_out(tmp_path: Path) -> None:
+    (audited := tmp_path / "held_audit.py").write_text(HELD_AUDIT)
+    with Run(*small(tmp_path / "runs"), prefix=[sys.executable, str(audited)]) as run:
+        run.until_status(lambda status: status["phase"] == "finished", what="the end of the run")
+        until(lambda: not alive(run.children()), what="the end of servers, ranks and graders")
+        assert run.status()["steps_trained"] == 2
+        run.interrupt()
+        assert run.end() == 0, run.told()
+        folder = run.folder
+    assert "dora: the run has finished, and its audit is left out; press Ctrl-C again to end at once\n" in run.err
+    assert f"  audit of C1, C2, C3: dora audit {folder.root}\n" in run.out
+    assert read_saved(folder.root).snapshot.phase == "finished"
+
+
 def test_a_run_whose_output_has_no_reader_any_more_goes_on_and_is_stopped_as_cleanly(tmp_path: Path) -> None:
     """As in `dora run 2>&1 | tee log`: Ctrl-C ends tee, too."""
     process = subprocess.Popen(

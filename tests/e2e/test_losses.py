@@ -54,6 +54,7 @@ def lost(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Lost:
         slow_model,
         run__steps=STEPS,
         rollout__max_new_tokens=MAX_NEW_TOKENS,
+        rollout__watchdog_s=30.0,  # with which progress is reported every second
         engine__instances=3,
         trainer__ranks=1,
         trainer__checkpoint_every=2,

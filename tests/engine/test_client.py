@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -217,6 +218,7 @@ async def test_a_server_that_speaks_something_else_is_a_protocol_error(
     ("change", "says"),
     [
         ({"tokens": [5, 512]}, "vocabulary of 512"),
+        ({"tokens": array("i", [5, 512])}, r"token ids from 5 to 512 are outside .* vocabulary of 512"),
         ({"tokens": [-1, 5]}, "vocabulary of 512"),
         ({"tokens": []}, "0 input tokens"),
         ({"max_new_tokens": 0}, "a budget of 0"),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from dora.environments import episode as episode_module
 from dora.environments.episode import Episode, sampled_turns
-from dora.environments.renderer import RenderingFailed, open_renderer
+from dora.environments.renderer import Message, RenderingFailed, open_renderer
+from dora.environments.shapes import MessageShape, shapes_of
 from tests.environments.recorded_engine import TOOLS, RecordedEngine
 from tests.environments.test_token_identity import Seen
 from tests.environments.tokenizers_of_families import family_tokenizer
@@ -95,6 +98,54 @@ def test_a_sampled_end_token_is_trained_and_the_same_token_of_a_template_is_not(
     assert (left.mask[place], right.mask[place]) == (1, 0)
     assert (left.logprobs[place], right.logprobs[place]) == (-0.5, 0)
     assert [i for i, (a, b) in enumerate(zip(left.mask, right.mask, strict=True)) if a != b] == [place]
+
+
+def test_the_shapes_of_earlier_messages_are_found_once(chat, monkeypatch):
+    looked_at: list[int] = []
+    given: list[list[MessageShape]] = []
+    expected: list[list[MessageShape]] = []
+
+    def counting(messages: list[Message]) -> list[MessageShape]:
+        looked_at.append(len(messages))
+        return shapes_of(messages)
+
+    def noted(shapes: list[MessageShape], **_: Any) -> None:
+        given.append(shapes)
+
+    monkeypatch.setattr(episode_module, "shapes_of", counting)
+    monkeypatch.setattr(chat.renderer, "require_shapes", noted)
+    for number in range(12):
+        chat.say((CALL, CALL.replace("look_up", "look_up("), "no<|im_end|>")[number % 3])
+        added = result(f"{number}") * (1 + number % 2)
+        if number == 7:
+            chat.episode.rewrite([*chat.episode.messages, {"role": "user", "content": "again"}])
+        else:
+            chat.episode.observe(added)
+        expected.append(shapes_of(chat.episode.messages))
+    assert given == expected
+    assert sum(looked_at) <= 2 * len(chat.episode.messages) + len(expected[7])
+
+
+def test_the_tokens_of_a_row_become_numbers_once_when_a_turn_is_bridged(chat):
+    passed = 0
+
+    class Counted(Sequence):
+        def __init__(self, ids: list[int]) -> None:
+            self.ids = ids
+
+        def __len__(self) -> int:
+            return len(self.ids)
+
+        def __getitem__(self, at: Any) -> Any:
+            nonlocal passed
+            passed += 1
+            return self.ids[at]
+
+    chat.say("so<|im_end|>")
+    row, start = chat.episode.context(), len(chat.episode.prompt)
+    added = chat.renderer.bridge(Counted(row[:start]), Counted(row[start:]), QUESTION[1:], tools=TOOLS)
+    assert added == chat.renderer.bridge(row[:start], row[start:], QUESTION[1:], tools=TOOLS)
+    assert passed <= len(row) + 2  # and the end of each
 
 
 def test_a_turn_that_was_cut_off_is_closed_by_the_template(chat):

@@ -72,7 +72,7 @@ class Recorded:
 
     def sent(self) -> list[int]:
         """Return the tokens of the next request."""
-        return SAMPLING.request(TRAJECTORY, self.record, id="", label="").tokens
+        return [*SAMPLING.request(TRAJECTORY, self.record, id="", label="").tokens]
 
     def turn(self, episode: Episode) -> None:
         start = len(self.record.tokens)

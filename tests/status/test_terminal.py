@@ -91,6 +91,11 @@ def test_a_name_of_a_held_out_set_cannot_change_the_terminal(middle: Snapshot, t
     assert "red" in file.getvalue()
 
 
+def test_a_finished_run_without_an_audit_says_how_to_audit_it(middle: Snapshot, tmp_path: Path):
+    lines = summary(replace(middle, phase="finished"), folder=RunFolder(tmp_path), violations=None)
+    assert f"  audit of C1, C2, C3: dora audit {tmp_path}" in lines
+
+
 def test_a_problem_is_recorded_once():
     facts = ShellFacts(run_id="job-1", strategy="dora")
     is_new = [facts.note_problem(f"not graded: {reason}") for reason in ("[a]", "[a]", "b")]

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from dora.core.strategies import Pause
 from dora.engine.api import GenerateRequest, GenerateResult, OnTokens
@@ -321,7 +322,7 @@ class EngineClient:
             body["lora_path"] = request.adapter
         if request.routing is not None:
             body |= routing.fields(request.routing)
-        return msgspec.json.encode(body)
+        return msgspec.json.encode(body, enc_hook=list)  # of an array of tokens
 
     def _check(self, request: GenerateRequest) -> None:
         """Refuse what would crash a server or be refused by it."""
@@ -338,9 +339,10 @@ class EngineClient:
         self._check_ids(request.tokens, what=f"request {request.id}")
 
     def _check_ids(self, token_ids: Sequence[int], *, what: str) -> None:
-        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+        ids = np.asarray(token_ids)
+        if ids.min() < 0 or ids.max() >= self._vocab_size:
             raise ConfigError(
-                f"{what}: token ids from {min(token_ids)} to {max(token_ids)} are outside the model's vocabulary of "
+                f"{what}: token ids from {ids.min()} to {ids.max()} are outside the model's vocabulary of "
                 f"{self._vocab_size}; use the tokenizer of the served model"
             )
 
