@@ -211,10 +211,12 @@ def read_tokens(
         if account is not None:
             mask = _parse_chunk(record, kind, start=start, count=count).loss_mask
             account.append(trajectory, mask.tobytes(), start=start)
-        if kind != _CHUNK or trajectory in observed:
-            kept = [(at, number) for at, number in observed.get(trajectory, ()) if at < start]
+        if start < known and trajectory in observed:
+            observed[trajectory] = [(at, masked) for at, masked in observed[trajectory] if at < start]
+        if kind != _CHUNK:
             num_masked = count - int(_parse_chunk(record, kind, start=start, count=count).loss_mask.sum())
-            observed[trajectory] = [*kept, (start, num_masked)]
+            if num_masked:
+                observed.setdefault(trajectory, []).append((start, num_masked))
         if wanted is None or trajectory in wanted:
             chunk = _parse_chunk(record, kind, start=start, count=count)
             chunks.setdefault(trajectory, []).append((start, chunk))

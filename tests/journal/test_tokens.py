@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Container
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +85,35 @@ def test_unwanted_trajectories_are_only_counted(tmp_path: Path) -> None:
     store = read_tokens(tmp_path / "tokens", wanted={4, 5})
     assert sorted(store.answers) == [4, 5]
     assert store.counts == {t: t for t in range(10)}
+
+
+def peak_bytes(path: Path, wanted: Container[int]) -> int:
+    """The most memory that is in use while a store is read."""
+    tracemalloc.start()
+    try:
+        read_tokens(path, wanted=wanted)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def store_episode(path: Path, *, chunks: int) -> None:
+    """One with an observation, which is followed by `chunks` of one token in a frame each."""
+    with TokenWriter(path) as tokens:
+        tokens.append(5, 1, [1], [0.0], start=0, loss_mask=[0])
+        frames = [tokens.take()]
+        for start in range(1, 1 + chunks):
+            tokens.append(5, 1, [10], [-1.0], start=start)
+            frames.append(tokens.take())
+        tokens.store(b"".join(frames))
+
+
+def test_a_counted_episode_takes_no_memory_for_its_chunks(tmp_path: Path) -> None:
+    store_episode(tmp_path / "short", chunks=100)
+    store_episode(tmp_path / "long", chunks=2_000)
+    read_tokens(tmp_path / "short", wanted=())
+    assert peak_bytes(tmp_path / "long", ()) < peak_bytes(tmp_path / "short", ()) + 2_000
+    assert read_tokens(tmp_path / "long", wanted=()).sampled == {5: 2_000}
 
 
 def test_a_torn_end_loses_no_whole_chunk(tmp_path: Path) -> None:
