@@ -116,6 +116,21 @@ def test_a_counted_episode_takes_no_memory_for_its_chunks(tmp_path: Path) -> Non
     assert read_tokens(tmp_path / "long", wanted=()).sampled == {5: 2_000}
 
 
+def test_an_answer_takes_the_memory_of_its_tokens_however_small_its_chunks_are(tmp_path: Path) -> None:
+    store_episode(tmp_path / "short", chunks=100)
+    store_episode(tmp_path / "long", chunks=2_000)
+    read_tokens(tmp_path / "short")
+    assert peak_bytes(tmp_path / "long", {5}) < peak_bytes(tmp_path / "short", {5}) + 2_000 * 20
+
+
+def test_prompts_are_kept_of_groups_that_have_a_wanted_trajectory(tmp_path: Path) -> None:
+    with TokenWriter(tmp_path / "tokens") as tokens:
+        for group in range(4):
+            tokens.prompt(group, [group], digest=bytes(16), group_size=2)
+    assert [*read_tokens(tmp_path / "tokens").prompts] == [0, 1, 2, 3]
+    assert [*read_tokens(tmp_path / "tokens", wanted={3, 6}).prompts] == [1, 3]
+
+
 def test_a_torn_end_loses_no_whole_chunk(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     with TokenWriter(path) as tokens:

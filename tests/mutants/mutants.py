@@ -165,8 +165,8 @@ _JOURNAL: Final = (
         "tests/journal/test_tokens.py",
         (
             "late-chunk-of-an-attempt-taken",
-            "        if (epoch, attempt) < attempts.get(trajectory, (0, 0)):",
-            "        if epoch < attempts.get(trajectory, (0, 0))[0]:",
+            "        if (writer := epoch << 32 | attempt) < latest.get(trajectory, 0):",
+            "        if (writer := epoch << 32) < latest.get(trajectory, 0):",
             "test_a_chunk_of_an_older_attempt_is_ignored_once_a_newer_one_began",
         ),
         (
