@@ -151,11 +151,14 @@ class FrameWriter:
 
     def write(self, record: bytes) -> None:
         """Append a record in memory."""
+        self._put(record)
+        if len(self._pending) > LARGE:
+            self.on_large()
+
+    def _put(self, record: bytes) -> None:
         self._pending += _LENGTH.pack(len(record))
         self._pending += record
         self.num_records += 1
-        if len(self._pending) > LARGE:
-            self.on_large()
 
     def take(self) -> bytes:
         """Return the records written since the last call, as a frame for `store`; empty if there are none."""

@@ -31,7 +31,7 @@ from dora.core.ids import GroupId, TrajectoryId
 from dora.core.strategies import MAX_GROUP_SIZE
 from dora.journal.audit_choices import ChoicesAccount
 from dora.journal.choices import Choices
-from dora.journal.frames import FrameReader, FrameWriter, JournalError
+from dora.journal.frames import LARGE, FrameReader, FrameWriter, JournalError
 from dora.journal.rows import Fork
 
 #: kind, trajectory or group, epoch, attempt, position of the first token (in a prompt: group size), number of tokens
@@ -63,20 +63,25 @@ _SIZES: Final = {
 
 
 class TokenWriter(FrameWriter):
-    """Writer of prompts and chunks."""
+    """Writer of prompts and chunks. What an attempt has sampled since the last `take` makes one chunk."""
 
     def __init__(self, path: Path, *, epoch: int = 0) -> None:
         """`epoch`: of this controller."""
         super().__init__(path)
         self._epoch = epoch
+        self._gathered: dict[int, _Gathered] = {}  # by trajectory: what has no record yet
+        self._gathered_bytes = 0
 
     def prompt(self, group: int, tokens: Sequence[int], *, digest: bytes, group_size: int) -> None:
         """Append the prompt of an admitted group; `digest` covers its whole row (tasks/prompts.py)."""
+        for sibling in range(group * group_size, (group + 1) * group_size):
+            self._put_gathered(sibling)
         head = _HEAD.pack(_PROMPT, group, self._epoch, 0, group_size, len(tokens))
         self.write(head + np.asarray(tokens, _TOKENS).tobytes() + digest)
 
     def choose(self, trajectory: int, attempt: int, experts: bytes, marks: bytes, *, start: int) -> None:
         """Append what an engine chose for consecutive tokens from `start` on, counted through prompt and answer."""
+        self._put_gathered(trajectory)
         width, most = len(experts) // len(marks), max(1, MAX_CHOICES_BYTES * len(marks) // len(experts))
         for first in range(0, len(marks), most):
             part = marks[first : first + most]
@@ -101,12 +106,60 @@ class TokenWriter(FrameWriter):
         """
         if len(logprobs) != len(tokens) or (loss_mask is not None and len(loss_mask) != len(tokens)):
             raise ValueError(f"trajectory {trajectory}: {len(tokens)} tokens need as many log-probs and mask entries")
-        kind = _CHUNK if loss_mask is None else _MASKED_CHUNK
-        rest = b"" if loss_mask is None else np.asarray(loss_mask, _MASK).tobytes()
+        data = _bytes(tokens, _TOKENS), _bytes(logprobs, _LOGPROBS)
+        if loss_mask is None and fork is None:
+            self._gather(trajectory, attempt, *data, start=start)
+            return
+        self._put_gathered(trajectory)
+        kind, rest = _MASKED_CHUNK, np.asarray(loss_mask, _MASK).tobytes()
         if fork is not None:
             kind, rest = _FORKED_CHUNK, rest + _FORK.pack(fork.parent, fork.keep)
         head = _HEAD.pack(kind, trajectory, self._epoch, attempt, start, len(tokens))
-        self.write(head + _bytes(tokens, _TOKENS) + _bytes(logprobs, _LOGPROBS) + rest)
+        self.write(b"".join((head, *data, rest)))
+
+    def _gather(self, trajectory: int, attempt: int, tokens: bytes, logprobs: bytes, *, start: int) -> None:
+        gathered = self._gathered.get(trajectory)
+        if gathered is None or (gathered.attempt, gathered.end) != (attempt, start):
+            self._put_gathered(trajectory)
+            gathered = self._gathered[trajectory] = _Gathered(attempt, start)
+        gathered.tokens += tokens
+        gathered.logprobs += logprobs
+        self._gathered_bytes += len(tokens) + len(logprobs)
+        if len(self._pending) + self._gathered_bytes > LARGE:
+            self.on_large()
+
+    def _put_gathered(self, trajectory: int) -> None:
+        """Make a record of what was gathered of a trajectory, if anything was."""
+        if (gathered := self._gathered.pop(trajectory, None)) is not None:
+            tokens, logprobs, count = gathered.tokens, gathered.logprobs, gathered.end - gathered.start
+            self._gathered_bytes -= len(tokens) + len(logprobs)
+            head = _HEAD.pack(_CHUNK, trajectory, self._epoch, gathered.attempt, gathered.start, count)
+            self._put(b"".join((head, tokens, logprobs)))
+
+    def take(self) -> bytes:
+        """Return all that was written since the last call, as a frame for `store`; empty if nothing was."""
+        for trajectory in [*self._gathered]:
+            self._put_gathered(trajectory)
+        return super().take()
+
+    def abandon(self) -> None:
+        """Close without storing what is pending, because earlier records are not on the disk."""
+        self._gathered.clear()
+        super().abandon()
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """Consecutive tokens that one attempt has sampled."""
+
+    attempt: int
+    start: int
+    tokens: bytearray = field(default_factory=bytearray)
+    logprobs: bytearray = field(default_factory=bytearray)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens) // _TOKENS.itemsize
 
 
 def _bytes(values: Sequence[float], dtype: np.dtype[Any]) -> bytes:
