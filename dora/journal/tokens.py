@@ -21,6 +21,7 @@ import sys
 from array import array
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,13 +72,20 @@ class TokenWriter(FrameWriter):
         self._epoch = epoch
         self._gathered: dict[int, _Gathered] = {}  # by trajectory: what has no record yet
         self._gathered_bytes = 0
+        self._offsets = array("q")  # by group: of the frame with its prompt; 0: unknown
 
     def prompt(self, group: int, tokens: Sequence[int], *, digest: bytes, group_size: int) -> None:
         """Append the prompt of an admitted group; `digest` covers its whole row (tasks/prompts.py)."""
         for sibling in range(group * group_size, (group + 1) * group_size):
             self._put_gathered(sibling)
+        self._offsets.extend(repeat(0, group + 1 - len(self._offsets)))
+        self._offsets[group] = self._position
         head = _HEAD.pack(_PROMPT, group, self._epoch, 0, group_size, len(tokens))
         self.write(head + np.asarray(tokens, _TOKENS).tobytes() + digest)
+
+    def offset_of(self, group: int) -> int:
+        """Return where the records of a group begin, or a place before; `read_tokens` can begin there."""
+        return self._offsets[group] if group < len(self._offsets) else 0
 
     def choose(self, trajectory: int, attempt: int, experts: bytes, marks: bytes, *, start: int) -> None:
         """Append what an engine chose for consecutive tokens from `start` on, counted through prompt and answer."""
@@ -206,10 +214,17 @@ class TokenStore:
 
 
 def read_tokens(
-    path: Path, *, wanted: Container[int] | None = None, account: ChoicesAccount | None = None
+    path: Path,
+    *,
+    wanted: Container[int] | None = None,
+    account: ChoicesAccount | None = None,
+    since: int | None = None,
 ) -> TokenStore:
     """Read the store in `path`. Trajectories that are not `wanted` (None: all) are only counted, and prompts of groups
-    without one that is are left out. `account` takes in of which tokens choices are known."""
+    without one that is are left out. `account` takes in of which tokens choices are known.
+
+    `since`: the offset of the first frame that is read (None: the whole file); others are then not even counted.
+    """
     store = TokenStore()
     latest: dict[TrajectoryId, int] = {}  # epoch and attempt of the latest chunk, in one number
     answers: dict[TrajectoryId, _Answer] = {}
@@ -218,7 +233,7 @@ def read_tokens(
     prompt_tokens: dict[int, int] = {}  # by group
     group_size = 1
     widths: set[int] = set()  # bytes of choices for each token: the same in a whole run
-    frames = FrameReader(path)
+    frames = FrameReader(path, since=since or 0)
     for offset, record in frames:
         kind, number, epoch, attempt, start, count = _parse_head(record, path=path, offset=offset)
         if kind == _PROMPT:
@@ -234,6 +249,8 @@ def read_tokens(
                 store.prompts[GroupId(number)] = StoredPrompt(tokens, record[-DIGEST_BYTES:])
             continue
         trajectory = TrajectoryId(number)
+        if since is not None and wanted is not None and trajectory not in wanted:
+            continue
         if (writer := epoch << 32 | attempt) < latest.get(trajectory, 0):
             continue
         latest[trajectory] = writer
