@@ -149,9 +149,9 @@ class Opened:
         sweep_orphans(job.config.weights.memory_folder, run_id=folder.run_id)
         self.store = open_store(job.config, folder, job.inputs.model, stack)
         stack.callback(self._close_store)
-        tokens = stack.enter_context(TokenWriter(folder.tokens, epoch=job.epoch))
+        self.tokens = stack.enter_context(TokenWriter(folder.tokens, epoch=job.epoch))
         self.journal = stack.enter_context(JournalWriter(folder.journal))
-        self.commits = Commits(journal=self.journal, tokens=tokens)
+        self.commits = Commits(journal=self.journal, tokens=self.tokens)
         self.lines = LineFiles(folder, job.state)
         stack.callback(self.lines.close)
         for line in self.lines.removed():
@@ -166,7 +166,7 @@ class Opened:
             step_at=last_step_at(folder.metrics),
         )
         self.trajectories = Trajectories(
-            tokens,
+            self.tokens,
             group_size=job.settings.group_size,
             ledger=self.folded.tokens,
             on_first_token=lambda trajectory: self.lanes.on_first_token(trajectory, at=now()),
@@ -427,6 +427,7 @@ class Opened:
                 self.folder,
                 job.state,
                 step,
+                offset_of=self.tokens.offset_of,
                 trajectories=self.trajectories,
                 inputs=job.inputs,
                 visits=self.folded.visits,

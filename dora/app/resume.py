@@ -309,16 +309,25 @@ def restore(
 
 
 async def recall(
-    folder: RunFolder, state: State, step: StepId, *, trajectories: Trajectories, inputs: Inputs, visits: Visits
+    folder: RunFolder,
+    state: State,
+    step: StepId,
+    *,
+    offset_of: Callable[[GroupId], int],
+    trajectories: Trajectories,
+    inputs: Inputs,
+    visits: Visits,
 ) -> None:
     """Fill `trajectories` with what was forgotten of the steps from `step` on, which ranks that were started again
-    train again. RunFailed if tokens or prompts differ from the journal."""
+    train again. `offset_of` returns where to begin to read for a group. RunFailed if tokens or prompts differ from the
+    journal."""
     steps = [(number, feed.groups) for number, feed in state.feed.steps.items() if number >= step]
     forgotten = {g.id: (g, number) for number, groups in steps for g in groups if g.id not in trajectories.prompts}
     needed = {t.id: t for group, _ in forgotten.values() for t in group.trajectories}
     if not needed:
         return
-    stored = await asyncio.to_thread(read_tokens, folder.tokens, wanted=needed)
+    since = min(map(offset_of, forgotten))
+    stored = await asyncio.to_thread(read_tokens, folder.tokens, wanted=needed, since=since)
     prompts = await asyncio.to_thread(
         lambda: {id: _read_prompt(folder, id, stored, inputs, visits, is_sampled=True) for id in forgotten}
     )

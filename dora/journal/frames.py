@@ -48,16 +48,18 @@ class JournalFull(JournalError):
 class FrameReader:
     """The records of a file. Records that are appended after it was opened are left out."""
 
-    def __init__(self, path: Path, *, max_record_bytes: int = MAX_RECORD_BYTES) -> None:
+    def __init__(self, path: Path, *, since: int = 0, max_record_bytes: int = MAX_RECORD_BYTES) -> None:
+        """`since`: the offset of the first frame that is read."""
         self.path = path
+        self._since = since
         self._max_record_bytes = max_record_bytes
         self._size = foreign.size_of(path)
-        self.num_bytes = 0  #: of intact frames, as found by the last iteration
+        self.num_bytes = 0  #: of intact frames and those before `since`, as found by the last iteration
         self.torn_bytes = 0  #: of the damaged end after them
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         """Yield (offset of its frame, record) for every record, in order."""
-        self.num_bytes = self.torn_bytes = 0
+        self.num_bytes, self.torn_bytes = self._since, 0
         with foreign.open_regular(self.path) as file:
             if os.fstat(file.fileno()).st_size < self._size:
                 raise JournalError(f"{self.path}: was truncated while it was read")
@@ -145,17 +147,21 @@ class FrameWriter:
                 files.truncate(path, reader.num_bytes)
             files.sync(path)  # later records rely on those that were just read
         self._file = path.open("ab", buffering=0)
+        self._position = self._file.seek(0, os.SEEK_END)  # of the frame that `take` will return
         if is_new:
             files.append(self._file, path, b"")
             files.sync_folder(path.parent)
 
     def write(self, record: bytes) -> None:
         """Append a record in memory."""
+        self._put(record)
+        if len(self._pending) > LARGE:
+            self.on_large()
+
+    def _put(self, record: bytes) -> None:
         self._pending += _LENGTH.pack(len(record))
         self._pending += record
         self.num_records += 1
-        if len(self._pending) > LARGE:
-            self.on_large()
 
     def take(self) -> bytes:
         """Return the records written since the last call, as a frame for `store`; empty if there are none."""
@@ -163,6 +169,7 @@ class FrameWriter:
             return b""
         payload, self._pending = bytes(self._pending), bytearray()
         length = _LENGTH.pack(len(payload))
+        self._position += _HEAD.size + len(payload)
         return _HEAD.pack(len(payload), crc32(length), crc32(payload)) + payload
 
     def store(self, frame: bytes) -> None:

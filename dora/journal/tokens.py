@@ -21,6 +21,7 @@ import sys
 from array import array
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,7 +32,7 @@ from dora.core.ids import GroupId, TrajectoryId
 from dora.core.strategies import MAX_GROUP_SIZE
 from dora.journal.audit_choices import ChoicesAccount
 from dora.journal.choices import Choices
-from dora.journal.frames import FrameReader, FrameWriter, JournalError
+from dora.journal.frames import LARGE, FrameReader, FrameWriter, JournalError
 from dora.journal.rows import Fork
 
 #: kind, trajectory or group, epoch, attempt, position of the first token (in a prompt: group size), number of tokens
@@ -63,20 +64,32 @@ _SIZES: Final = {
 
 
 class TokenWriter(FrameWriter):
-    """Writer of prompts and chunks."""
+    """Writer of prompts and chunks. What an attempt has sampled since the last `take` makes one chunk."""
 
     def __init__(self, path: Path, *, epoch: int = 0) -> None:
         """`epoch`: of this controller."""
         super().__init__(path)
         self._epoch = epoch
+        self._gathered: dict[int, _Gathered] = {}  # by trajectory: what has no record yet
+        self._gathered_bytes = 0
+        self._offsets = array("q")  # by group: of the frame with its prompt; 0: unknown
 
     def prompt(self, group: int, tokens: Sequence[int], *, digest: bytes, group_size: int) -> None:
         """Append the prompt of an admitted group; `digest` covers its whole row (tasks/prompts.py)."""
+        for sibling in range(group * group_size, (group + 1) * group_size):
+            self._put_gathered(sibling)
+        self._offsets.extend(repeat(0, group + 1 - len(self._offsets)))
+        self._offsets[group] = self._position
         head = _HEAD.pack(_PROMPT, group, self._epoch, 0, group_size, len(tokens))
         self.write(head + np.asarray(tokens, _TOKENS).tobytes() + digest)
 
+    def offset_of(self, group: int) -> int:
+        """Return where the records of a group begin, or a place before; `read_tokens` can begin there."""
+        return self._offsets[group] if group < len(self._offsets) else 0
+
     def choose(self, trajectory: int, attempt: int, experts: bytes, marks: bytes, *, start: int) -> None:
         """Append what an engine chose for consecutive tokens from `start` on, counted through prompt and answer."""
+        self._put_gathered(trajectory)
         width, most = len(experts) // len(marks), max(1, MAX_CHOICES_BYTES * len(marks) // len(experts))
         for first in range(0, len(marks), most):
             part = marks[first : first + most]
@@ -101,12 +114,60 @@ class TokenWriter(FrameWriter):
         """
         if len(logprobs) != len(tokens) or (loss_mask is not None and len(loss_mask) != len(tokens)):
             raise ValueError(f"trajectory {trajectory}: {len(tokens)} tokens need as many log-probs and mask entries")
-        kind = _CHUNK if loss_mask is None else _MASKED_CHUNK
-        rest = b"" if loss_mask is None else np.asarray(loss_mask, _MASK).tobytes()
+        data = _bytes(tokens, _TOKENS), _bytes(logprobs, _LOGPROBS)
+        if loss_mask is None and fork is None:
+            self._gather(trajectory, attempt, *data, start=start)
+            return
+        self._put_gathered(trajectory)
+        kind, rest = _MASKED_CHUNK, np.asarray(loss_mask, _MASK).tobytes()
         if fork is not None:
             kind, rest = _FORKED_CHUNK, rest + _FORK.pack(fork.parent, fork.keep)
         head = _HEAD.pack(kind, trajectory, self._epoch, attempt, start, len(tokens))
-        self.write(head + _bytes(tokens, _TOKENS) + _bytes(logprobs, _LOGPROBS) + rest)
+        self.write(b"".join((head, *data, rest)))
+
+    def _gather(self, trajectory: int, attempt: int, tokens: bytes, logprobs: bytes, *, start: int) -> None:
+        gathered = self._gathered.get(trajectory)
+        if gathered is None or (gathered.attempt, gathered.end) != (attempt, start):
+            self._put_gathered(trajectory)
+            gathered = self._gathered[trajectory] = _Gathered(attempt, start)
+        gathered.tokens += tokens
+        gathered.logprobs += logprobs
+        self._gathered_bytes += len(tokens) + len(logprobs)
+        if len(self._pending) + self._gathered_bytes > LARGE:
+            self.on_large()
+
+    def _put_gathered(self, trajectory: int) -> None:
+        """Make a record of what was gathered of a trajectory, if anything was."""
+        if (gathered := self._gathered.pop(trajectory, None)) is not None:
+            tokens, logprobs, count = gathered.tokens, gathered.logprobs, gathered.end - gathered.start
+            self._gathered_bytes -= len(tokens) + len(logprobs)
+            head = _HEAD.pack(_CHUNK, trajectory, self._epoch, gathered.attempt, gathered.start, count)
+            self._put(b"".join((head, tokens, logprobs)))
+
+    def take(self) -> bytes:
+        """Return all that was written since the last call, as a frame for `store`; empty if nothing was."""
+        for trajectory in [*self._gathered]:
+            self._put_gathered(trajectory)
+        return super().take()
+
+    def abandon(self) -> None:
+        """Close without storing what is pending, because earlier records are not on the disk."""
+        self._gathered.clear()
+        super().abandon()
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """Consecutive tokens that one attempt has sampled."""
+
+    attempt: int
+    start: int
+    tokens: bytearray = field(default_factory=bytearray)
+    logprobs: bytearray = field(default_factory=bytearray)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens) // _TOKENS.itemsize
 
 
 def _bytes(values: Sequence[float], dtype: np.dtype[Any]) -> bytes:
@@ -153,39 +214,49 @@ class TokenStore:
 
 
 def read_tokens(
-    path: Path, *, wanted: Container[int] | None = None, account: ChoicesAccount | None = None
+    path: Path,
+    *,
+    wanted: Container[int] | None = None,
+    account: ChoicesAccount | None = None,
+    since: int | None = None,
 ) -> TokenStore:
-    """Read the store in `path`. Trajectories that are not `wanted` (None: all) are only counted. `account` takes in of
-    which tokens choices are known."""
+    """Read the store in `path`. Trajectories that are not `wanted` (None: all) are only counted, and prompts of groups
+    without one that is are left out. `account` takes in of which tokens choices are known.
+
+    `since`: the offset of the first frame that is read (None: the whole file); others are then not even counted.
+    """
     store = TokenStore()
-    attempts: dict[TrajectoryId, tuple[int, int]] = {}  # (epoch, attempt) of the latest chunk
-    chunks: dict[TrajectoryId, list[tuple[int, StoredAnswer]]] = {}
+    latest: dict[TrajectoryId, int] = {}  # epoch and attempt of the latest chunk, in one number
+    answers: dict[TrajectoryId, _Answer] = {}
     observed: dict[TrajectoryId, list[tuple[int, int]]] = {}  # (start, tokens) of chunks with observations
     choices: dict[TrajectoryId, Choices] = {}
-    prompt_tokens: dict[TrajectoryId, int] = {}
+    prompt_tokens: dict[int, int] = {}  # by group
+    group_size = 1
     widths: set[int] = set()  # bytes of choices for each token: the same in a whole run
-    frames = FrameReader(path)
+    frames = FrameReader(path, since=since or 0)
     for offset, record in frames:
         kind, number, epoch, attempt, start, count = _parse_head(record, path=path, offset=offset)
         if kind == _PROMPT:
-            tokens = np.frombuffer(record, _TOKENS, count, _HEAD.size)
-            store.prompts[GroupId(number)] = StoredPrompt(tokens, record[-DIGEST_BYTES:])
-            for sibling in range(number * start, (number + 1) * start):
-                store.counts.pop(TrajectoryId(sibling), None)
-                chunks.pop(TrajectoryId(sibling), None)
-                observed.pop(TrajectoryId(sibling), None)
-                choices.pop(TrajectoryId(sibling), None)
-                prompt_tokens[TrajectoryId(sibling)] = count
+            prompt_tokens[number], group_size = count, start
+            siblings = [TrajectoryId(id) for id in range(number * group_size, (number + 1) * group_size)]
+            for sibling in siblings:
+                for known_of in (store.counts, answers, observed, choices):
+                    known_of.pop(sibling, None)
                 if account is not None:
-                    account.begin(TrajectoryId(sibling), num_prompt=count)
+                    account.begin(sibling, num_prompt=count)
+            if wanted is None or any(sibling in wanted for sibling in siblings):
+                tokens = np.frombuffer(record, _TOKENS, count, _HEAD.size)
+                store.prompts[GroupId(number)] = StoredPrompt(tokens, record[-DIGEST_BYTES:])
             continue
         trajectory = TrajectoryId(number)
-        if (epoch, attempt) < attempts.get(trajectory, (0, 0)):
+        if since is not None and wanted is not None and trajectory not in wanted:
             continue
-        attempts[trajectory] = (epoch, attempt)
+        if (writer := epoch << 32 | attempt) < latest.get(trajectory, 0):
+            continue
+        latest[trajectory] = writer
         if kind == _CHOICES:
             (width,) = _WIDTH.unpack_from(record, _HEAD.size)
-            num_tokens = prompt_tokens.get(trajectory, 0) + store.counts.get(trajectory, 0)
+            num_tokens = prompt_tokens.get(number // group_size, 0) + store.counts.get(trajectory, 0)
             if start + count >= num_tokens or widths - {width}:  # no engine has read the last token
                 raise JournalError(
                     f"{path}: the record at byte {offset} has choices that do not fit the {num_tokens} tokens of "
@@ -206,21 +277,19 @@ def read_tokens(
                 f"but only {known} are known: records are missing"
             )
         if start < known and trajectory in choices:
-            choices[trajectory].cut(prompt_tokens[trajectory] + start)
+            choices[trajectory].cut(prompt_tokens.get(number // group_size, 0) + start)
         store.counts[trajectory] = start + count
         if account is not None:
-            mask = _parse_chunk(record, kind, start=start, count=count).loss_mask
-            account.append(trajectory, mask.tobytes(), start=start)
-        if kind != _CHUNK or trajectory in observed:
-            kept = [(at, number) for at, number in observed.get(trajectory, ()) if at < start]
-            num_masked = count - int(_parse_chunk(record, kind, start=start, count=count).loss_mask.sum())
-            observed[trajectory] = [*kept, (start, num_masked)]
+            account.append(trajectory, _mask_of(record, kind, count), start=start)
+        if start < known and trajectory in observed:
+            observed[trajectory] = [(at, masked) for at, masked in observed[trajectory] if at < start]
+        if kind != _CHUNK and (num_masked := count - sum(_mask_of(record, kind, count))):
+            observed.setdefault(trajectory, []).append((start, num_masked))
         if wanted is None or trajectory in wanted:
-            chunk = _parse_chunk(record, kind, start=start, count=count)
-            chunks.setdefault(trajectory, []).append((start, chunk))
+            answers.setdefault(trajectory, _Answer()).put(record, kind, start=start, count=count)
     store.torn_bytes = frames.torn_bytes
     store.sampled = {t: n - sum(masked for _, masked in observed.get(t, ())) for t, n in store.counts.items()}
-    store.answers = {trajectory: _join(parts, choices.get(trajectory)) for trajectory, parts in chunks.items()}
+    store.answers = {t: answer.stored(choices.get(t)) for t, answer in answers.items()}
     return store
 
 
@@ -231,42 +300,46 @@ def _parse_head(record: bytes, *, path: Path, offset: int) -> tuple[int, int, in
         width, rest = _SIZES.get(kind, (0, -1))
         if kind == _CHOICES and len(record) > _HEAD.size + _WIDTH.size:
             width = 1 + (_WIDTH.unpack_from(record, _HEAD.size)[0] or -1)
-        if len(record) == _HEAD.size + width * count + rest and (kind != _PROMPT or start <= MAX_GROUP_SIZE):
+        if len(record) == _HEAD.size + width * count + rest and (kind != _PROMPT or 0 < start <= MAX_GROUP_SIZE):
             return kind, number, epoch, attempt, start, count
     raise JournalError(
         f"{path}: the record at byte {offset} is neither a prompt nor a chunk of tokens, nor has it choices"
     )
 
 
-def _parse_chunk(record: bytes, kind: int, *, start: int, count: int) -> StoredAnswer:
-    logprobs_at = _HEAD.size + count * _TOKENS.itemsize
-    mask_at = logprobs_at + count * _LOGPROBS.itemsize
-    return StoredAnswer(
-        tokens=np.frombuffer(record, _TOKENS, count, _HEAD.size),
-        logprobs=np.frombuffer(record, _LOGPROBS, count, logprobs_at),
-        loss_mask=np.ones(count, _MASK) if kind == _CHUNK else np.frombuffer(record, _MASK, count, mask_at),
-        forks=(Fork(start, *_FORK.unpack_from(record, mask_at + count)),) if kind == _FORKED_CHUNK else (),
-    )
+def _mask_of(record: bytes, kind: int, count: int) -> bytes:
+    """Return the loss mask of a chunk."""
+    at = _HEAD.size + count * (_TOKENS.itemsize + _LOGPROBS.itemsize)
+    return b"\x01" * count if kind == _CHUNK else record[at : at + count]
 
 
-def _join(parts: list[tuple[int, StoredAnswer]], choices: Choices | None) -> StoredAnswer:
-    """Return the answer that consists of `parts`, each of which replaces everything from its position on."""
-    kept: list[StoredAnswer] = []
-    num_tokens = 0
-    for start, part in parts:
-        while kept and num_tokens > start:
-            last = kept.pop()
-            num_tokens -= len(last.tokens)
-            if num_tokens < start:
-                left = slice(start - num_tokens)
-                kept.append(StoredAnswer(last.tokens[left], last.logprobs[left], last.loss_mask[left], last.forks))
-                num_tokens = start
-        kept.append(part)
-        num_tokens += len(part.tokens)
-    return StoredAnswer(
-        tokens=np.concatenate([p.tokens for p in kept]),
-        logprobs=np.concatenate([p.logprobs for p in kept]),
-        loss_mask=np.concatenate([p.loss_mask for p in kept]),
-        forks=tuple(fork for p in kept for fork in p.forks),
-        choices=choices,
-    )
+@dataclass(slots=True)
+class _Answer:
+    """An answer that is being read, its arrays as bytes: an object for each chunk would take 500 bytes."""
+
+    tokens: bytearray = field(default_factory=bytearray)
+    logprobs: bytearray = field(default_factory=bytearray)
+    loss_mask: bytearray = field(default_factory=bytearray)
+    forks: list[Fork] = field(default_factory=list)
+
+    def put(self, record: bytes, kind: int, *, start: int, count: int) -> None:
+        """Add a chunk, which replaces everything from its position on."""
+        logprobs_at = _HEAD.size + count * _TOKENS.itemsize
+        mask_at = logprobs_at + count * _LOGPROBS.itemsize
+        self.tokens[start * _TOKENS.itemsize :] = record[_HEAD.size : logprobs_at]
+        self.logprobs[start * _LOGPROBS.itemsize :] = record[logprobs_at:mask_at]
+        self.loss_mask[start:] = _mask_of(record, kind, count)
+        while self.forks and self.forks[-1].start >= start:
+            self.forks.pop()
+        if kind == _FORKED_CHUNK:
+            self.forks.append(Fork(start, *_FORK.unpack_from(record, mask_at + count)))
+
+    def stored(self, choices: Choices | None) -> StoredAnswer:
+        """Return the answer as it is now."""
+        return StoredAnswer(
+            tokens=np.frombuffer(self.tokens, _TOKENS),
+            logprobs=np.frombuffer(self.logprobs, _LOGPROBS),
+            loss_mask=np.frombuffer(self.loss_mask, _MASK),
+            forks=tuple(self.forks),
+            choices=choices,
+        )

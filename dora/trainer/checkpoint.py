@@ -146,7 +146,9 @@ def save(storage: Storage, *, step: StepId, chain: str, tensors: Mapping[str, Te
         wait_for_space(partial(_begin, written, what))
     meeting.gather(what="the folder of a checkpoint")
     about = wait_for_space(partial(_write_own, written, storage, tensors, what)) if storage.writes else ""
-    abouts = [one.split() for one in meeting.gather(about, what="the files of a checkpoint")]
+    # Ranks of further copies have nothing to write, and wait from the first byte to the last.
+    gathered = meeting.gather(about, what="the files of a checkpoint", timeout_s=SAVE_TIMEOUT_S)
+    abouts = [one.split() for one in gathered]
     states, sizes, of_files = ([*column] for column in zip(*abouts[: storage.num_files], strict=True))
     arrangement = storage.arrangement
     manifest = CheckpointManifest(

@@ -1,7 +1,8 @@
 """Words between the threads of ranks, which may not run collectives: those are for the main threads.
 
 A word is a key in a torch.distributed store that all ranks can reach. Invariant: each rank says a word once, and any
-rank may hear it; every wait ends after PEER_TIMEOUT_S, or as soon as the fence no longer lets this rank pass.
+rank may hear it; every wait ends after PEER_TIMEOUT_S, unless its caller gives it another limit, or as soon as the
+fence no longer lets this rank pass.
 """
 
 from __future__ import annotations
@@ -40,20 +41,23 @@ class Meeting:
         """Say a word to all ranks. `what`: unique among those of this rank."""
         self._insist(lambda: self._words.set(f"{what}/{self.rank}", value), what, rank=self.rank)
 
-    def hear(self, what: str, *, rank: int) -> str:
-        """Wait for a word of a rank. RemoteError if it is not said in PEER_TIMEOUT_S."""
-        return self._insist(lambda: self._get(f"{what}/{rank}"), what, rank=rank).decode()
+    def hear(self, what: str, *, rank: int, timeout_s: float | None = None) -> str:
+        """Wait for a word of a rank. RemoteError if it is not said in `timeout_s` (None: PEER_TIMEOUT_S)."""
+        return self._insist(lambda: self._get(f"{what}/{rank}"), what, rank=rank, timeout_s=timeout_s).decode()
 
     def forget(self, what: str, *, rank: int) -> None:
         """Delete a word that all have heard who will."""
         self._words.delete_key(f"{what}/{rank}")
 
-    def gather(self, own: str = "", *, what: str) -> list[str]:
-        """Return the words of all ranks, in their order, once all have called this; by one thread of each rank."""
+    def gather(self, own: str = "", *, what: str, timeout_s: float | None = None) -> list[str]:
+        """Return the words of all ranks, in their order, once all have called this; by one thread of each rank.
+
+        `timeout_s`: as for `hear`.
+        """
         self._gathered += 1
         word = f"{self._gathered}: {what}"
         self.say(word, own)
-        heard = [self.hear(word, rank=rank) for rank in range(self.size)]
+        heard = [self.hear(word, rank=rank, timeout_s=timeout_s) for rank in range(self.size)]
         if self._said:
             self.forget(self._said, rank=self.rank)  # others may still hear the new one, but not the one before
         self._said = word
@@ -64,9 +68,10 @@ class Meeting:
         self._words.wait([word])
         return self._words.get(word)
 
-    def _insist(self, attempt: Callable[[], _T], what: str, *, rank: int) -> _T:
+    def _insist(self, attempt: Callable[[], _T], what: str, *, rank: int, timeout_s: float | None = None) -> _T:
         """Return the result of the first attempt that is not too slow."""
-        deadline = time.monotonic() + PEER_TIMEOUT_S
+        limit_s = PEER_TIMEOUT_S if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
         while True:
             try:
                 return attempt()
@@ -77,5 +82,5 @@ class Meeting:
                         "the store in which the ranks meet cannot be reached; has its host failed?"
                     ) from err
                 if time.monotonic() > deadline:
-                    late = f"rank {rank} has not reached {what!r} in {PEER_TIMEOUT_S:g} s"
+                    late = f"rank {rank} has not reached {what!r} in {limit_s:g} s"
                     raise RemoteError(f"{late}; does it hang, or its disk?") from err

@@ -165,27 +165,26 @@ _JOURNAL: Final = (
         "tests/journal/test_tokens.py",
         (
             "late-chunk-of-an-attempt-taken",
-            "        if (epoch, attempt) < attempts.get(trajectory, (0, 0)):",
-            "        if epoch < attempts.get(trajectory, (0, 0))[0]:",
+            "        if (writer := epoch << 32 | attempt) < latest.get(trajectory, 0):",
+            "        if (writer := epoch << 32) < latest.get(trajectory, 0):",
             "test_a_chunk_of_an_older_attempt_is_ignored_once_a_newer_one_began",
         ),
         (
             "epoch-of-chunks-ignored",
-            "        if (epoch, attempt) < attempts.get(trajectory, (0, 0)):",
-            "        if attempt < attempts.get(trajectory, (0, 0))[1]:",
+            "        if (writer := epoch << 32 | attempt) < latest.get(trajectory, 0):",
+            "        if (writer := attempt) < latest.get(trajectory, 0):",
             "test_a_chunk_replaces_an_earlier_controllers_tokens_from_its_position_on",
         ),
         (
             "start-of-chunks-ignored",
-            "            chunks.setdefault(trajectory, []).append((start, chunk))",
-            "            chunks.setdefault(trajectory, []).append((known, chunk))",
+            "            answers.setdefault(trajectory, _Answer()).put(record, kind, start=start, count=count)",
+            "            answers.setdefault(trajectory, _Answer()).put(record, kind, start=known, count=count)",
             "test_a_chunk_replaces_an_earlier_controllers_tokens_from_its_position_on",
         ),
         (
             "admission-does-not-begin-a-group-again",
-            "                store.counts.pop(TrajectoryId(sibling), None)\n"
-            "                chunks.pop(TrajectoryId(sibling), None)\n",
-            "                pass\n",
+            "                for known_of in (store.counts, answers, observed, choices):",
+            "                for known_of in (observed, choices):",
             "test_a_group_that_is_admitted_again_starts_empty",
         ),
         (
@@ -193,6 +192,18 @@ _JOURNAL: Final = (
             "        if start > known:",
             "        if False:",
             "test_missing_records_are_an_error_that_names_the_trajectory",
+        ),
+        (
+            "tokens-gathered-past-a-commit",
+            "        for trajectory in [*self._gathered]:\n",
+            "        for trajectory in ():\n",
+            "test_what_an_attempt_has_sampled_between_two_commits_is_one_record",
+        ),
+        (
+            "tokens-of-two-attempts-in-one-record",
+            "(gathered.attempt, gathered.end) != (attempt, start)",
+            "gathered.end != start",
+            "test_a_record_ends_where_another_attempt_position_or_kind_begins",
         ),
     ),
 )

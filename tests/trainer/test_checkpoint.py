@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
+from threading import Event
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from dora.config.load import load as load_config
 from dora.errors import ConfigError
 from dora.journal.run_folder import RunFolder
 from dora.seed.policy import path as seed_path
-from dora.trainer import checkpoint
+from dora.trainer import checkpoint, meeting
 from dora.trainer.main import main as rank_main
 from dora.trainer.meeting import Meeting
 from dora.trainer.meshes import make_mesh
@@ -49,9 +52,9 @@ CHAIN = "0a1b2c3d4e5f"
 
 
 def storage(parent, *, fence=lambda: None):
-    meeting = Meeting(HashStore(), rank=0, size=1, fence=fence)
+    words = Meeting(HashStore(), rank=0, size=1, fence=fence)
     return checkpoint.Storage(
-        parent=parent, here=(0,), arrangement=Arrangement(1), device=CPU, meeting=meeting, fence=fence
+        parent=parent, here=(0,), arrangement=Arrangement(1), device=CPU, meeting=words, fence=fence
     )
 
 
@@ -79,6 +82,26 @@ def test_every_byte_of_a_checkpoint_is_on_the_disk_before_it_is_visible(tmp_path
     assert [path for kind, path in before if kind == "sync"] == ["rank-0.safetensors", "manifest.json"]
     assert before[-1] == ("sync_folder", f".{folder.name}")
     assert [(operation.kind, operation.path) for operation in done[renamed + 1 :]] == [("sync_folder", tmp_path)]
+
+
+def test_a_rank_waits_for_the_files_of_another_longer_than_for_other_words(tmp_path, monkeypatch):
+    """The other one says that it has written its file after this one has waited as long as for any other word."""
+    monkeypatch.setattr(meeting, "PEER_TIMEOUT_S", 0.0)
+    words, has_waited = HashStore(), Event()
+    own, other = (Meeting(words, rank=rank, size=2, fence=has_waited.set) for rank in range(2))
+
+    def write_slowly():
+        other.gather("", what="a look for a checkpoint")
+        other.gather(what="the folder of a checkpoint")
+        assert has_waited.wait(20)
+        other.gather(what="the files of a checkpoint")
+        other.gather(what="the end of a checkpoint")
+
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(write_slowly)
+        saved = checkpoint.save(replace(storage(tmp_path), meeting=own), step=7, chain=CHAIN, tensors=state(1))
+        written.result(20)
+    assert load(saved.folder, tensors=state(2)).step == 7
 
 
 def test_checkpoints_of_two_histories_coexist(tmp_path):
