@@ -51,7 +51,7 @@ async def test_a_run_adds_what_its_journal_has_about_the_subject(refused: Imposs
     async with AsyncExitStack() as stack:
         job: Any = SimpleNamespace(state=None, epoch=0, started_at=0.0, time_scale=1.0)
         frontend: Any = None
-        assert _Run(job, RunFolder(tmp_path), stack, frontend, streams=1)._explain(refused) is None
+        assert _Run(job, RunFolder(tmp_path), stack, frontend, held=stack, streams=1)._explain(refused) is None
     assert refused.excerpt == EXCERPT
 
 

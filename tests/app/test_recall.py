@@ -50,7 +50,7 @@ async def test_the_store_is_read_from_the_frame_of_the_oldest_forgotten_group(tm
     made.forget(map(GroupId, range(4)))
     steps = {StepId(step): StepFeed(groups=[group(step)]) for step in range(4)}
     run: Any = SimpleNamespace(feed=SimpleNamespace(steps=steps))
-    inputs: Any = SimpleNamespace(stream=SimpleNamespace(at=prompt))
+    inputs: Any = SimpleNamespace(stream=SimpleNamespace(at=lambda position, known: prompt(position)))
     visits: Any = SimpleNamespace(row_of=lambda group: None)
     rest = {"offset_of": tokens.offset_of, "trajectories": made, "inputs": inputs, "visits": visits}
     await recall(folder, run, StepId(2), **rest)
