@@ -33,8 +33,8 @@ class Shapes:
     """The dimensions of a decoder."""
 
     parameters: int
-    experts: int  # those of the parameters that are of experts between which a router chooses
-    chosen: float  # share of these experts that a token has
+    experts: int  # number of parameters of routed experts
+    chosen: float  # share of these experts to which a token is routed
     layers: int
     kv_width: int  # KV heads x head size; 0 without attention
     kv_heads: int
@@ -69,7 +69,7 @@ class Shapes:
         return replace(self, parameters=outline.published, experts=outline.experts)
 
     def used(self, num_tokens: float) -> float:
-        """Return how many parameters so many tokens use, if each chooses its experts independently."""
+        """Return how many parameters a batch is expected to use if its tokens choose experts independently."""
         return self.parameters - self.experts * float((1 - self.chosen) ** num_tokens)
 
     @property

@@ -188,7 +188,7 @@ async def _enter_engine(stack: AsyncExitStack, config: Config, inputs: Inputs, *
 
 @dataclass(frozen=True)
 class _Ended:
-    """The end of a run; `stranded`: versions that are only in `memory`; `lost`: what to tell of others, or ""."""
+    """The end of a run. `stranded`: versions that are only in `memory`. `lost`: a line about lost versions, or ""."""
 
     outcome: Outcome
     snapshot: Snapshot
@@ -384,14 +384,14 @@ class _Run:
 async def audit_until(interrupted: asyncio.Event, folder: RunFolder) -> int | None:
     """Return the number of violations in a finished run; None if it was interrupted before this was known.
 
-    The thread has no limit and cannot be stopped, so it is one that does not keep the process from ending.
+    The audit has no time limit and its thread cannot be stopped, so the thread is one that does not delay the exit.
     """
     found: Future[int] = Future()
 
     def work() -> None:
         try:
             found.set_result(len(audit(folder).violations))
-        except Exception as err:  # noqa: BLE001  whoever waits gets it
+        except Exception as err:  # noqa: BLE001 - raised again where the result is awaited
             found.set_exception(err)
 
     if interrupted.is_set():

@@ -215,7 +215,7 @@ def _on_gpus(config: Config, gpus: Gpus, tables: dict[str, Any], *, origin: str)
     longest, replicate = config.longest_slice, config.trainer.parallel.replicate
     workload = _with_times(workload_of(config), config, gpus, Shapes.read(model).of(outline))
     given = workload
-    if config.kv_tokens:  # what is too much for the memory is changed by the plan
+    if config.kv_tokens:  # the plan lowers it if the memory is too small
         server = msgspec.structs.replace(workload.fleet.server, kv_tokens=config.kv_tokens)
         given = workload.with_changes(fleet={"server": server})
 

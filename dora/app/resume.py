@@ -45,7 +45,7 @@ from dora.weights.store import Manifest, StoreError, VersionStore
 
 #: The note that holds the digest of the held-out prompts.
 HELD_OUT = "held-out"
-#: The phases of an answer that gets no more tokens.
+#: The phases of an answer that is complete.
 _SAMPLED: Final = (TrajectoryPhase.GRADING, TrajectoryPhase.GRADED)
 
 
@@ -61,7 +61,7 @@ class Recorded:
     config: str  # configuration of the latest epoch, as TOML
     rollout_only: bool
     files: Mapping[VersionId, Mapping[str, str]]  # of every version, as first published
-    num_bytes: Mapping[VersionId, int]  # the same
+    num_bytes: Mapping[VersionId, int]  # of every version
     chains: Mapping[StepId, str]  # of every trained step
     configs: Mapping[StepId, str]  # under which each step was first trained, as TOML
     base_chain: str | None  # of version 0; None if it was not published
@@ -95,8 +95,8 @@ def _parse(config: str) -> Config:
         ) from None
 
 
-class _Told:
-    """What a journal tells besides the state; iterated as the journal, from which it is found meanwhile."""
+class _History:
+    """Facts of a journal that the replayed state does not have. They are collected while its entries are iterated."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -149,7 +149,7 @@ class _Told:
 def read_run(folder: RunFolder) -> Recorded:
     """Replay the journal; RunFailed if the decision core decides differently now."""
     journal = Journal(folder.journal)
-    told = _Told(journal)
+    told = _History(journal)
     folded = Folded.new(journal.header.settings.group_size, is_replay=True)
     found = replay(journal.header.settings, told, projection=folded)
     if found.difference is not None:

@@ -50,7 +50,7 @@ def _stop_on_signals(run: Running) -> None:
             os._exit(INTERRUPTED)
         run.interrupt()
         if run.snapshot().phase == "finished":
-            return output.tell("the run has finished, and its audit is left out; press Ctrl-C again to end at once")
+            return output.tell("the run has finished; its audit is skipped; press Ctrl-C again to end at once")
         waits = f"Waiting at most {run.stop_timeout_s:g} s for the trainer's checkpoint; " if run.stop_timeout_s else ""
         output.tell(f"stopping; everything in flight is kept. {waits}press Ctrl-C again to end at once")
 

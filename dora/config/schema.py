@@ -308,8 +308,8 @@ class TrainerConfig(Section):
     checkpoint_every: Positive = 10
     """Number of steps between resumable checkpoints. A clean stop writes one too."""
     stop_timeout_s: Seconds = 600.0
-    """How long a clean stop (Ctrl-C) waits for the trainer's checkpoint and, meanwhile, for calls of environments. A
-    second Ctrl-C ends the run at once."""
+    """Time limit of a clean stop (Ctrl-C), which waits for the trainer's checkpoint and for environment calls. A second
+    Ctrl-C ends the run at once."""
     start_timeout_s: Seconds = 180.0
     """Time in which all ranks must report READY."""
 
@@ -527,8 +527,8 @@ class EnvironmentConfig(Section):
     """The renderer of the model's family, in the terms of the package `renderers`: `name` and its options, or `name =
     "custom"` and `import_path`. Empty: recognized by the chat template (docs/AGENTS.md)."""
     output_bytes: Annotated[int, Field(ge=1, le=1_000_000)] = 8_192
-    """Maximum size of the text of one observation; longer text is cut, with a mark that the model sees. What agents
-    that drive themselves ask is not cut."""
+    """Maximum size of the text of one observation; longer text is cut, with a mark that the model sees. Requests
+    of agents that drive themselves are not cut."""
 
     @model_validator(mode="after")
     def _servers_are_an_environment(self) -> EnvironmentConfig:

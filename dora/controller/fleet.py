@@ -251,7 +251,7 @@ class Fleet:
                 url = await self._bring_up(instance, member)
             except (RemoteError, ConfigError) as err:
                 is_first = not self._has_served or (not failures and not member.has_joined)
-                if isinstance(err, ConfigError) and is_first:  # else not the configuration, but this server is at fault
+                if isinstance(err, ConfigError) and is_first:  # otherwise this server is at fault, not the file
                     raise
                 failures += 1
                 self._note_down(instance, str(err))
@@ -273,7 +273,7 @@ class Fleet:
             raise RunFailed("no inference server is left: each failed to start five times; see the servers' logs")
 
     async def _kill(self, instance: InstanceId, member: _Member) -> None:
-        """Kill a server. If it does not end, stuck in a driver for example, its next start fails for that."""
+        """Kill a server. If it does not end (stuck in a driver, for example), its next start fails."""
         try:
             await member.server.kill()
         except RemoteError as err:

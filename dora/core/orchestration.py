@@ -59,7 +59,7 @@ RULES: Final = ("dora", *NAMED)
 
 
 class Named(NamedTuple):
-    """Rules by what `orchestration_of` is given."""
+    """The arguments with which `orchestration_of` returns some rules."""
 
     rules: str
     without: tuple[str, ...]

@@ -227,7 +227,7 @@ def read_tokens(
     """
     store = TokenStore()
     latest: dict[TrajectoryId, int] = {}  # epoch and attempt of the latest chunk, in one number
-    answers: dict[TrajectoryId, _Answer] = {}
+    answers: dict[TrajectoryId, _GrowingAnswer] = {}
     observed: dict[TrajectoryId, list[tuple[int, int]]] = {}  # (start, tokens) of chunks with observations
     choices: dict[TrajectoryId, Choices] = {}
     prompt_tokens: dict[int, int] = {}  # by group
@@ -286,7 +286,7 @@ def read_tokens(
         if kind != _CHUNK and (num_masked := count - sum(_mask_of(record, kind, count))):
             observed.setdefault(trajectory, []).append((start, num_masked))
         if wanted is None or trajectory in wanted:
-            answers.setdefault(trajectory, _Answer()).put(record, kind, start=start, count=count)
+            answers.setdefault(trajectory, _GrowingAnswer()).put(record, kind, start=start, count=count)
     store.torn_bytes = frames.torn_bytes
     store.sampled = {t: n - sum(masked for _, masked in observed.get(t, ())) for t, n in store.counts.items()}
     store.answers = {t: answer.stored(choices.get(t)) for t, answer in answers.items()}
@@ -314,7 +314,7 @@ def _mask_of(record: bytes, kind: int, count: int) -> bytes:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _GrowingAnswer:
     """An answer that is being read, its arrays as bytes: an object for each chunk would take 500 bytes."""
 
     tokens: bytearray = field(default_factory=bytearray)

@@ -382,18 +382,24 @@ class Member:
 
     async def _forget(self, version: int) -> None:
         """Hold and fetch a version no more."""
-        if (fetch := self._fetches.get(version)) is not None:
-            fetch.cancel()
-            await asyncio.wait({fetch})
-        await self._relay.stop(VersionId(version))
+        await self._withdraw(version)
         self._held.pop(version, None)
         self._manifests.pop(version, None)
 
     async def _drop(self, version: int) -> None:
-        """Delete a version that is released or unknown."""
-        await self._forget(version)
+        """Delete a version that is released or unknown. Until it is deleted, it is reported."""
+        await self._withdraw(version)
         with suppress(StoreError):
             await asyncio.to_thread(self._store.discard, VersionId(version))
+        self._held.pop(version, None)
+        self._manifests.pop(version, None)
+
+    async def _withdraw(self, version: int) -> None:
+        """Neither receive nor offer a version any more."""
+        if (fetch := self._fetches.get(version)) is not None:
+            fetch.cancel()
+            await asyncio.wait({fetch})
+        await self._relay.stop(VersionId(version))
 
     async def _end_fetches(self) -> None:
         fetches = [*self._fetches.values()]

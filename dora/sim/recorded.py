@@ -116,8 +116,8 @@ class RecordedRun:
         return self.begun[id].num_tokens if id in self.begun else 0
 
     def length_of(self, id: TrajectoryId) -> int:
-        """Return the tokens of an answer, and the last one of its own prompt."""
-        return self.lengths[id] - max(0, self.prompt_of(id) - 1)
+        """Return the tokens of an answer, and the last one of its own prompt, also if none was given."""
+        return max(self.lengths[id] - max(0, self.prompt_of(id) - 1), int(id in self.begun))
 
     def calls_of(self, id: TrajectoryId) -> tuple[Call, ...]:
         """Return the calls of an answer, the one that begins it included."""

@@ -46,8 +46,8 @@ CHECKED_ROWS = 10_000
 #: Of this number of first rows of a source, or of first prompts of the stream, at most half may be over the limit.
 JUDGED_ROWS = 1_000
 
-#: Seconds before each further attempt to begin an episode whose prompt is needed. A service that was started again is
-#: there by then; a failure that lasts is told.
+#: Seconds before each further attempt to begin an episode whose prompt is needed. A restarted service is up again by
+#: then; a failure that persists is reported.
 PAUSES_S: Final = (1.0, 4.0, 10.0)
 
 
@@ -59,7 +59,7 @@ class Conversation:
     tools: Sequence[Mapping[str, Any]] = ()
     tokens: Sequence[int] = ()
     failed: str = ""  # the reason if the environment could not make it; otherwise ""
-    may_pass: bool = False  # the failure: it was of the environment
+    may_pass: bool = False  # the environment failed, perhaps only for now
     is_own: bool = False  # each episode begins with its own, which is not known yet
 
 
@@ -250,8 +250,8 @@ def open_eval_prompts(
     eval_set: EvalSetConfig, *, task: TaskConfig, tokenizer: Tokenizer, seed: int, converse: Converse | None = None
 ) -> list[Prompt]:
     """Return the first `eval_set.prompts` rows of a held-out source in its own order, or all if it has fewer. They
-    include rows that are `skipped`. ConfigError if one is lost by a failure of its environment that does not pass: at
-    another start the set would be another."""
+    include rows that are `skipped`. ConfigError if the environment of one keeps failing: the set would have
+    other rows at the next start."""
     field = f"eval.sets.{eval_set.name}.source"
     for index, config in enumerate(task.sources):
         if _same_rows(config, eval_set.source):

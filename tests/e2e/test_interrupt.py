@@ -184,7 +184,7 @@ def test_an_audit_holds_no_server_and_ctrl_c_leaves_it_out(tmp_path: Path) -> No
         run.interrupt()
         assert run.end() == 0, run.told()
         folder = run.folder
-    assert "dora: the run has finished, and its audit is left out; press Ctrl-C again to end at once\n" in run.err
+    assert "dora: the run has finished; its audit is skipped; press Ctrl-C again to end at once\n" in run.err
     assert f"  audit of C1, C2, C3: dora audit {folder.root}\n" in run.out
     assert read_saved(folder.root).snapshot.phase == "finished"
 

@@ -177,8 +177,8 @@ _JOURNAL: Final = (
         ),
         (
             "start-of-chunks-ignored",
-            "            answers.setdefault(trajectory, _Answer()).put(record, kind, start=start, count=count)",
-            "            answers.setdefault(trajectory, _Answer()).put(record, kind, start=known, count=count)",
+            "            answers.setdefault(trajectory, _GrowingAnswer()).put(record, kind, start=start, count=count)",
+            "            answers.setdefault(trajectory, _GrowingAnswer()).put(record, kind, start=known, count=count)",
             "test_a_chunk_replaces_an_earlier_controllers_tokens_from_its_position_on",
         ),
         (

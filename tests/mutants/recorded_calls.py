@@ -37,7 +37,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "own-prompts-counted-twice",
-            "return self.lengths[id] - max(0, self.prompt_of(id) - 1)",
+            "return max(self.lengths[id] - max(0, self.prompt_of(id) - 1), int(id in self.begun))",
             "return self.lengths[id]",
             _BEGUN,
         ),

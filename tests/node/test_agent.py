@@ -9,7 +9,8 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import pytest
 from dora import files
 from dora.config.load import dump
 from dora.config.schema import Config
+from dora.core.ids import VersionId
 from dora.errors import ConfigError, RunFailed
 from dora.node import agent as agent_module
 from dora.node import member as member_module
@@ -216,16 +218,23 @@ async def test_an_older_controller_is_told_that_it_was_replaced_and_is_not_follo
             assert not here.ended.done()
 
 
-async def test_a_node_finds_the_controller_that_takes_over_at_another_address(tmp_path: Path) -> None:
+@asynccontextmanager
+async def followed(tmp_path: Path) -> AsyncIterator[tuple[Hub, Hub, Report]]:
+    """The controller that a node follows, one that will take over at another address, and the node's report."""
     with Hub() as first, Hub(term=1) as second:
         async with agent(tmp_path, first.address, second.address):
             await first.welcome(job(tmp_path))
             await first.order(servers={0: 1})
             before = await first.report(is_up(1))
             await second.until(Join, lambda told: told.run_id == RUN)
-            assert (await second.take_over(job(tmp_path))).servers == before.servers
-            await first.send(Beat(term=0, serial=1))
-            assert await first.until(Superseded) == Superseded(term=1)
+            yield first, second, before
+
+
+async def test_a_node_finds_the_controller_that_takes_over_at_another_address(tmp_path: Path) -> None:
+    async with followed(tmp_path) as (first, second, before):
+        assert (await second.take_over(job(tmp_path))).servers == before.servers
+        await first.send(Beat(term=0, serial=1))
+        assert await first.until(Superseded) == Superseded(term=1)
 
 
 async def test_a_node_with_a_full_disk_follows_another_controller_once_there_is_room(
@@ -238,15 +247,10 @@ async def test_a_node_with_a_full_disk_follows_another_controller_once_there_is_
         if full and operation.kind == "write" and operation.path.name.startswith(".epoch-"):
             raise full.pop()
 
-    with Hub() as first, Hub(term=1) as second:
-        async with agent(tmp_path, first.address, second.address):
-            await first.welcome(job(tmp_path))
-            await first.order(servers={0: 1})
-            before = await first.report(is_up(1))
-            await second.until(Join, lambda told: told.run_id == RUN)
-            with files.observed(refuse):
-                after = await second.take_over(job(tmp_path))
-            assert (full, epoch_at(after.paths.fence), after.servers) == ([], 1, before.servers)
+    async with followed(tmp_path) as (_, second, before):
+        with files.observed(refuse):
+            after = await second.take_over(job(tmp_path))
+        assert (full, epoch_at(after.paths.fence), after.servers) == ([], 1, before.servers)
 
 
 async def test_a_controller_that_was_silent_is_asked_again(tmp_path: Path) -> None:
@@ -297,6 +301,30 @@ async def test_a_version_is_received_and_deleted_as_ordered(tmp_path: Path) -> N
                 await there.order()
                 await there.report(lambda told: told.serial == 3 and not told.versions)
                 assert os.listdir(folder.parent) == [OWNER]
+
+
+async def test_a_version_is_reported_until_it_has_been_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others take it for gone, and its memory for free, as soon as it is not."""
+    may_go_on, discard = threading.Event(), VersionStore.discard
+
+    def slow(store: VersionStore, version: VersionId) -> None:
+        may_go_on.wait(WAIT_S)
+        discard(store, version)
+
+    manifest = publish(store := store_at(tmp_path / "there"))
+    async with node(store) as (_, proxy):
+        source = RelaySource(url=proxy.url.replace("127.0.0.1", CONTROLLER_HOST), key=KEY)
+        with Hub() as there:
+            async with agent(tmp_path, there.address):
+                await there.welcome(job(tmp_path))
+                await there.order(versions={3: order_of(manifest, source)})
+                folder = Path((await there.report(lambda told: 3 in told.versions)).versions[3])
+                monkeypatch.setattr(VersionStore, "discard", slow)
+                await there.order()
+                assert 3 in (await there.report(lambda told: told.serial == 2)).versions
+                may_go_on.set()
+                await there.report(lambda told: not told.versions)
+                assert not await asyncio.to_thread(folder.exists)
 
 
 async def test_a_version_with_an_adapter_is_made_of_the_nodes_model(tmp_path: Path) -> None:

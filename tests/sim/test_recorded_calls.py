@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import tomli_w
+from msgspec.structs import replace
 
 from dora.cli.pace import pace
 from dora.config.load import without_unset
@@ -201,6 +202,21 @@ def test_groups_of_episodes_that_failed_are_simulated_with_their_failures(tmp_pa
     _, simulated, journal = simulate(found)
     assert audit_entries(simulated.settings, journal).ok
     assert any(isinstance(event, ev.TrajectoryGraded) and event.reward is None for event, _ in journal)
+
+
+def test_an_episode_that_could_not_begin_is_simulated_as_one_that_fails(tmp_path: Path) -> None:
+    """The environment fails before it gives a prompt: an answer without a token."""
+    world = run(seed=3, slots=4, token_s=0.05, steps=8, calls=0.9, own_prompts=True, faults=Faults(call_fails=0.1))
+    called = {event.trajectory for event, _ in world.journal if isinstance(event, ev.CallStarted)}
+    not_begun = [
+        e for e, _ in world.journal if isinstance(e, ev.CallFinished) and e.failed and e.trajectory not in called
+    ]
+    journal = [(replace(e, num_tokens=0) if e in not_begun else e, orders) for e, orders in world.journal]
+    found, measured = read_run(write(journal, world.settings, tmp_path).root)
+    assert 0 in measured.lengths.values()
+    assert min(n for row in found.lengths.answers for n in row) == 1
+    _, simulated, again = simulate(found)
+    assert audit_entries(simulated.settings, again).ok
 
 
 def test_siblings_read_their_own_prompt_once() -> None:
