@@ -225,72 +225,113 @@ def read_tokens(
 
     `since`: the offset of the first frame that is read (None: the whole file); others are then not even counted.
     """
-    store = TokenStore()
-    latest: dict[TrajectoryId, int] = {}  # epoch and attempt of the latest chunk, in one number
-    answers: dict[TrajectoryId, _GrowingAnswer] = {}
-    observed: dict[TrajectoryId, list[tuple[int, int]]] = {}  # (start, tokens) of chunks with observations
-    choices: dict[TrajectoryId, Choices] = {}
-    prompt_tokens: dict[int, int] = {}  # by group
-    group_size = 1
-    widths: set[int] = set()  # bytes of choices for each token: the same in a whole run
     frames = FrameReader(path, since=since or 0)
+    reader = _StoreReader(path, wanted=wanted, account=account, is_whole=since is None)
     for offset, record in frames:
-        kind, number, epoch, attempt, start, count = _parse_head(record, path=path, offset=offset)
+        reader.take(record, offset=offset)
+    return reader.found(torn_bytes=frames.torn_bytes)
+
+
+class _StoreReader:
+    """The contents of a store, taken in record by record."""
+
+    def __init__(
+        self, path: Path, *, wanted: Container[int] | None, account: ChoicesAccount | None, is_whole: bool
+    ) -> None:
+        """`is_whole`: the file is read from its beginning, so that every trajectory can be counted."""
+        self._path = path
+        self._wanted = wanted
+        self._account = account
+        self._is_whole = is_whole
+        self._store = TokenStore()
+        self._latest: dict[TrajectoryId, int] = {}  # epoch and attempt of the latest chunk, in one number
+        self._answers: dict[TrajectoryId, _GrowingAnswer] = {}
+        self._observed: dict[TrajectoryId, list[tuple[int, int]]] = {}  # (start, tokens) of chunks with observations
+        self._choices: dict[TrajectoryId, Choices] = {}
+        self._prompt_tokens: dict[int, int] = {}  # by group
+        self._group_size = 1
+        self._widths: set[int] = set()  # bytes of choices for each token: the same in a whole run
+
+    def take(self, record: bytes, *, offset: int) -> None:
+        """Take in a record; `offset` is that of its frame. JournalError if it does not fit those before it."""
+        kind, number, epoch, attempt, start, count = _parse_head(record, path=self._path, offset=offset)
         if kind == _PROMPT:
-            prompt_tokens[number], group_size = count, start
-            siblings = [TrajectoryId(id) for id in range(number * group_size, (number + 1) * group_size)]
-            for sibling in siblings:
-                for known_of in (store.counts, answers, observed, choices):
-                    known_of.pop(sibling, None)
-                if account is not None:
-                    account.begin(sibling, num_prompt=count)
-            if wanted is None or any(sibling in wanted for sibling in siblings):
-                tokens = np.frombuffer(record, _TOKENS, count, _HEAD.size)
-                store.prompts[GroupId(number)] = StoredPrompt(tokens, record[-DIGEST_BYTES:])
-            continue
+            self._take_prompt(record, number, count=count, group_size=start)
+            return
         trajectory = TrajectoryId(number)
-        if since is not None and wanted is not None and trajectory not in wanted:
-            continue
-        if (writer := epoch << 32 | attempt) < latest.get(trajectory, 0):
-            continue
-        latest[trajectory] = writer
+        if not self._is_whole and not self._wants(trajectory):
+            return
+        if (writer := epoch << 32 | attempt) < self._latest.get(trajectory, 0):
+            return
+        self._latest[trajectory] = writer
         if kind == _CHOICES:
-            (width,) = _WIDTH.unpack_from(record, _HEAD.size)
-            num_tokens = prompt_tokens.get(number // group_size, 0) + store.counts.get(trajectory, 0)
-            if start + count >= num_tokens or widths - {width}:  # no engine has read the last token
-                raise JournalError(
-                    f"{path}: the record at byte {offset} has choices that do not fit the {num_tokens} tokens of "
-                    f"trajectory {number}, or those of other tokens"
-                )
-            widths.add(width)
-            end = _HEAD.size + _WIDTH.size + count
-            marks = record[end - count : end]
-            if account is not None:
-                account.choose(trajectory, marks, start=start)
-            if wanted is None or trajectory in wanted:
-                choices.setdefault(trajectory, Choices(width)).put(start, record[end:], marks)
-            continue
-        known = store.counts.get(trajectory, 0)
+            self._take_choices(record, trajectory, start=start, count=count, offset=offset)
+        else:
+            self._take_chunk(record, kind, trajectory, start=start, count=count, offset=offset)
+
+    def found(self, *, torn_bytes: int) -> TokenStore:
+        """Return the store after the last record."""
+        store, observed = self._store, self._observed
+        store.torn_bytes = torn_bytes
+        store.sampled = {t: n - sum(masked for _, masked in observed.get(t, ())) for t, n in store.counts.items()}
+        store.answers = {t: answer.stored(self._choices.get(t)) for t, answer in self._answers.items()}
+        return store
+
+    def _wants(self, trajectory: TrajectoryId) -> bool:
+        return self._wanted is None or trajectory in self._wanted
+
+    def _num_prompt(self, trajectory: TrajectoryId) -> int:
+        return self._prompt_tokens.get(trajectory // self._group_size, 0)
+
+    def _take_prompt(self, record: bytes, group: int, *, count: int, group_size: int) -> None:
+        self._prompt_tokens[group], self._group_size = count, group_size
+        siblings = [TrajectoryId(id) for id in range(group * group_size, (group + 1) * group_size)]
+        for sibling in siblings:
+            for known in (self._store.counts, self._answers, self._observed, self._choices):
+                known.pop(sibling, None)
+            if self._account is not None:
+                self._account.begin(sibling, num_prompt=count)
+        if any(map(self._wants, siblings)):
+            tokens = np.frombuffer(record, _TOKENS, count, _HEAD.size)
+            self._store.prompts[GroupId(group)] = StoredPrompt(tokens, record[-DIGEST_BYTES:])
+
+    def _take_choices(self, record: bytes, trajectory: TrajectoryId, *, start: int, count: int, offset: int) -> None:
+        (width,) = _WIDTH.unpack_from(record, _HEAD.size)
+        num_tokens = self._num_prompt(trajectory) + self._store.counts.get(trajectory, 0)
+        if start + count >= num_tokens or self._widths - {width}:  # no engine has read the last token
+            raise JournalError(
+                f"{self._path}: the record at byte {offset} has choices that do not fit the {num_tokens} tokens of "
+                f"trajectory {trajectory}, or those of other tokens"
+            )
+        self._widths.add(width)
+        end = _HEAD.size + _WIDTH.size + count
+        marks = record[end - count : end]
+        if self._account is not None:
+            self._account.choose(trajectory, marks, start=start)
+        if self._wants(trajectory):
+            self._choices.setdefault(trajectory, Choices(width)).put(start, record[end:], marks)
+
+    def _take_chunk(
+        self, record: bytes, kind: int, trajectory: TrajectoryId, *, start: int, count: int, offset: int
+    ) -> None:
+        known, observed = self._store.counts.get(trajectory, 0), self._observed
         if start > known:
             raise JournalError(
-                f"{path}: the record at byte {offset} continues trajectory {number} at token {start}, "
+                f"{self._path}: the record at byte {offset} continues trajectory {trajectory} at token {start}, "
                 f"but only {known} are known: records are missing"
             )
-        if start < known and trajectory in choices:
-            choices[trajectory].cut(prompt_tokens.get(number // group_size, 0) + start)
-        store.counts[trajectory] = start + count
-        if account is not None:
-            account.append(trajectory, _mask_of(record, kind, count), start=start)
+        if start < known and trajectory in self._choices:
+            self._choices[trajectory].cut(self._num_prompt(trajectory) + start)
+        self._store.counts[trajectory] = start + count
+        if self._account is not None:
+            self._account.append(trajectory, _mask_of(record, kind, count), start=start)
         if start < known and trajectory in observed:
             observed[trajectory] = [(at, masked) for at, masked in observed[trajectory] if at < start]
         if kind != _CHUNK and (num_masked := count - sum(_mask_of(record, kind, count))):
             observed.setdefault(trajectory, []).append((start, num_masked))
-        if wanted is None or trajectory in wanted:
-            answers.setdefault(trajectory, _GrowingAnswer()).put(record, kind, start=start, count=count)
-    store.torn_bytes = frames.torn_bytes
-    store.sampled = {t: n - sum(masked for _, masked in observed.get(t, ())) for t, n in store.counts.items()}
-    store.answers = {t: answer.stored(choices.get(t)) for t, answer in answers.items()}
-    return store
+        if self._wants(trajectory):
+            answer = self._answers.setdefault(trajectory, _GrowingAnswer())
+            answer.put(record, kind, start=start, count=count)
 
 
 def _parse_head(record: bytes, *, path: Path, offset: int) -> tuple[int, int, int, int, int, int]:
