@@ -74,6 +74,9 @@ do not change while the answers grow. The hardest fifth are the prompts with mos
 differences from `sync`.
 """
 
+BATCH: Final = """**Control**: whether a sixteenth of the batch stands for the whole. One seed, so nothing is shown.
+"""
+
 WHICH: Final = """## Which K do I take?
 
 The smallest that is fast enough. K = 0 is `periodic`. "Mean of all steps" is the mean held-out reward of a run less
@@ -249,11 +252,15 @@ def _fleets(found: Results) -> list[str]:
         parts += [title, f"![Held-out reward over hours](pictures/learning-hours-{fleet}.svg)\n"]
         parts += [
             fleet_tables.main_table(curves, plans),
+            fleet_tables.parts_of_gain(curves, plans),
             f"![The same over steps](pictures/learning-steps-{fleet}.svg)\n",
+            fleet_tables.pace(curves),
         ]
         parts += ["The plans, and what the curves took:\n", fleet_tables.plan_table(curves, plans)]
         if fleet == "tail-bound":
             parts.append(fleet_tables.fast(found.curves))
+        if batch := fleet_tables.batch_table(found.curves, fleet):
+            parts += [BATCH, batch]
     return parts
 
 

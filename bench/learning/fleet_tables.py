@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from dora.sim import svg
 from learning.fleets import CONTROLS, FAST, FAULTS, FLEETS, SETTINGS, STEPS, FleetCurve, PlanFound, Setting
 from learning.stats import MIN_SEEDS, Interval, crossing, paired, paired_ratio, smoothed
-from learning.text import bold, table
+from learning.text import bold, table, wrapped
 
 #: How the documents call the fleets.
 NAMES: Final = {"tail-bound": "tail-bound, 12 GPUs", "paper-128": "128 GPUs", "paper-64": "64 GPUs"}
@@ -169,6 +169,54 @@ def plan_table(found: Curves, plans: Mapping[Setting, PlanFound]) -> str:
         )
     head = ["strategy", "GPUs a server", "GPUs that roll out", "slots", "planned step s", "step s of the curves"]
     return table([*head, "groups filtered", "CPU minutes a curve"], body)
+
+
+def parts_of_gain(found: Curves, plans: Mapping[Setting, PlanFound]) -> str:
+    """Say what becomes of the ratio of the planned step times when K = 3 needs more steps, and when step times change;
+    nothing if a curve does not arrive."""
+    level, dora = way(found[SETTINGS[0]]).level(WAYS[-1]), Setting("dora", 3)
+    base = baseline(found, level)
+    faster = speedup(found, dora, level)
+    if not faster.count:
+        return ""
+    steps, base_steps = (fmean(steps_to(found[one], level).values()) for one in (dora, base))
+    planned = plans[base].step_s / plans[dora].step_s
+    constant = _constant(dora, base, steps, base_steps, plans)
+    words = f"""Planned steps of `dora` with K = 3 are {planned:.2f} times as fast as those of `{base.strategy}`. It
+        needs {steps:.1f} of them for {base_steps:.1f}, which leaves a ratio of {constant}. With the steps of the
+        curves, whose times change while answers grow and more groups are filtered, it is {math.exp(faster.mean):.2f}.
+        """
+    return wrapped(words) + "\n"
+
+
+def batch_table(curves: Sequence[FleetCurve], fleet: str) -> str:
+    """Return the curves of which all groups are trained, beside those with the same seed of which few are."""
+    found = curves_of(curves, fleet)
+    pairs = [
+        (found[Setting(whole.cell.strategy, whole.cell.k)][whole.cell.seed], whole)
+        for whole in curves
+        if whole.cell.fleet == fleet and whole.cell.every == 1
+    ]
+    if not pairs:
+        return ""
+    gone = way(found[SETTINGS[0]])
+    body = [
+        [
+            _told(Setting(curve.cell.strategy, curve.cell.k), f"seed {curve.cell.seed}"),
+            "all" if curve.cell.every == 1 else f"one in {FLEETS[fleet].every}",
+            *(_hours([crossing(over_seconds(curve), gone.level(share))]) for share in WAYS),
+            f"{mean_reward(curve):.3f}",
+            f"{final(curve):.3f}",
+            f"{final_hardest(curve):.3f}",
+            f"{_staleness(curve):.2f}",
+            f"{curve.published_s[-1] / (len(curve.published_s) - 1):.4g}",
+            f"{curve.seconds / 60:.1f}",
+        ]
+        for pair in pairs
+        for curve in pair
+    ]  # fmt: skip
+    head = ["strategy", "groups trained", *(f"hours to {share:.0%}" for share in WAYS), "mean of all steps", "final"]
+    return table([*head, "hardest fifth", "staleness", "step s", "CPU minutes"], body)
 
 
 def _each(curves: Mapping[int, FleetCurve], figure: Callable[[FleetCurve], float]) -> dict[int, float]:

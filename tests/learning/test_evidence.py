@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 from learning import cells, document, fleet_tables, fleets, sweep_tables
 from learning.cells import Cell, LiveCell, Result
@@ -151,6 +152,35 @@ def test_who_learns_as_much_per_step_in_half_the_time_is_there_twice_as_soon() -
     assert row.startswith("| `dora`, K = 3 | 5 |")
     assert "**2.00 (2.00-2.00)**" in row
     assert "+0.000 ± 0.000" in row
+
+
+def test_the_gain_is_what_more_steps_and_other_step_times_leave_of_the_plans() -> None:
+    """By hand: 90 % of the way is 0.74, which the smoothed curves reach after 12 and 15.5 steps."""
+    soon, late = [0.2, 0.5, 0.8, 0.8, 0.8, 0.8, 0.8], [0.2, 0.4, 0.6, 0.8, 0.8, 0.8, 0.8]
+    curves = [curve("sync", 0, seed, step_s=100.0, rewards=soon) for seed in range(3)]
+    curves += [curve("dora", 3, seed, step_s=50.0, rewards=late) for seed in range(3)]
+    found = fleet_tables.curves_of(curves, "tail-bound")
+    steps = {s: PlanFound("tail-bound", s.strategy, s.k, 1, 8, 64, 32_768, 60.0 / (1 + s.k), "p", "c") for s in found}
+    said = " ".join(fleet_tables.parts_of_gain(found, steps).split())
+    assert (
+        "4.00 times as fast as those of `sync`. It needs 15.5 of them for 12.0, which leaves a ratio of 3.10." in said
+    )
+    assert said.endswith("it is 1.55.")
+
+
+def test_the_whole_batch_is_compared_with_the_same_seed() -> None:
+    rewards = [0.2, 0.4, 0.6, 0.7, 0.8, 0.8, 0.8]
+    curves = [curve("sync", 0, seed, step_s=100.0, rewards=rewards) for seed in range(2)]
+    curves += [curve("dora", 3, seed, step_s=50.0 + seed, rewards=rewards) for seed in range(2)]
+    assert fleet_tables.batch_table(curves, "tail-bound") == ""
+    whole = curve("dora", 3, 1, step_s=72.0, rewards=[0.1, *rewards[1:]])
+    curves.append(msgspec.structs.replace(whole, cell=msgspec.structs.replace(whole.cell, every=1), seconds=960.0))
+    assert len(fleet_tables.curves_of(curves, "tail-bound")[Setting("dora", 3)]) == 2
+    part, all_groups = fleet_tables.batch_table(curves, "tail-bound").splitlines()[2:]
+    assert part.startswith("| `dora`, K = 3, seed 1 | one in 1 | 0.11 |")
+    assert part.endswith("| 0.633 | 0.800 | 0.800 | 0.50 | 51 | 1.0 |")
+    assert all_groups.startswith("| `dora`, K = 3, seed 1 | all | 0.17 |")
+    assert all_groups.endswith("| 0.625 | 0.800 | 0.800 | 0.50 | 72 | 16.0 |")
 
 
 def test_a_strategy_that_does_not_arrive_has_no_ratio() -> None:
