@@ -7,16 +7,17 @@ and 1 are called right or wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Final
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import StepId, group_of
+from dora.core.ids import StepId, TrajectoryId, group_of
 from dora.core.phases import GroupPhase
 from dora.core.state import State
 from dora.observe.activities import trainer_waits_for
+from dora.observe.calls import CallsUnderWay
 from dora.observe.episodes import EpisodeStats
 from dora.observe.figures import Figure
 
@@ -92,6 +93,8 @@ class GradedGroups:
 
 
 _GRADED: Final = (ev.TrajectoryGraded, ev.CallFinished)
+#: Events by which the last answer of a group may end.
+_LAST: Final = (*_GRADED, ev.ControllerRestarted)
 
 
 @dataclass(slots=True)
@@ -103,21 +106,25 @@ class Steps:
     graded: GradedGroups = field(default_factory=GradedGroups)
     num_filtered: int = 0  #: groups filtered since the last step
     next_step: int = 0  #: the first step that was never trained
+    calls: CallsUnderWay = field(default_factory=CallsUnderWay)
 
-    def apply(self, state: State, event: ev.Event, commands: Iterable[cmd.Command]) -> None:
+    def apply(self, state: State, event: ev.Event, commands: Sequence[cmd.Command]) -> None:
         """Take in an event; `state` is the state after it."""
         if isinstance(event, _GRADED) and event.trajectory >= 0:
-            self._grade(state, event)
+            self._grade(state, event.trajectory)
+        lost = self.calls.note(event, commands)
+        for trajectory in {group_of(t, group_size=state.settings.group_size): t for t in lost}.values():
+            self._grade(state, trajectory)
         for command in commands:
             if isinstance(command, cmd.DropGroup):
                 self.num_filtered += command.outcome is GroupPhase.FILTERED
-                if command.outcome is not GroupPhase.DISCARDED and isinstance(event, _GRADED):
+                if command.outcome is not GroupPhase.DISCARDED and isinstance(event, _LAST):
                     self._add(command.rewards)
         self.waited_for = trainer_waits_for(state) or self.waited_for
 
-    def _grade(self, state: State, event: ev.TrajectoryGraded | ev.CallFinished) -> None:
-        group = state.ledger.groups.get(group_of(event.trajectory, group_size=state.settings.group_size))
-        if group is not None and not group.ungraded and event.trajectory not in state.trajectories:
+    def _grade(self, state: State, trajectory: TrajectoryId) -> None:
+        group = state.ledger.groups.get(group_of(trajectory, group_size=state.settings.group_size))
+        if group is not None and not group.ungraded and trajectory not in state.trajectories:
             self._add(group.rewards)
 
     def _add(self, rewards: Sequence[float | None]) -> None:

@@ -9,7 +9,7 @@ are not counted.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,6 +17,7 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import GroupId, StepId, TrajectoryId, group_of
 from dora.core.phases import GroupPhase
+from dora.observe.calls import CallsUnderWay
 
 #: Outcome of an answer without a reward whose group was trained with its other answers.
 UNGRADED: Final = "failed: not graded"
@@ -50,6 +51,7 @@ class TokenLedger:
         self._open: dict[TrajectoryId, int] = {}  # tokens of trajectories in flight
         self._committed: dict[StepId, list[GroupId]] = {}
         self._ungraded: set[TrajectoryId] = set()
+        self._calls = CallsUnderWay()
         self._outcomes: dict[GroupId, str] = {}  # dropped groups whose answers may run; replay: all
 
     def append(self, trajectory: TrajectoryId, num_tokens: int) -> None:
@@ -64,8 +66,9 @@ class TokenLedger:
         else:
             self._put(trajectory, outcome, num_tokens)
 
-    def note(self, event: ev.Event, commands: Iterable[cmd.Command]) -> None:
+    def note(self, event: ev.Event, commands: Sequence[cmd.Command]) -> None:
         """Note what became of groups and answers."""
+        self._ungraded.update(self._calls.note(event, commands))
         if (isinstance(event, ev.TrajectoryGraded) and event.reward is None) or (
             isinstance(event, ev.CallFinished) and event.failed
         ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import StepId, TrajectoryId
 from dora.observe.steps import GradedGroups, Steps
@@ -25,6 +26,27 @@ def test_every_graded_group_counts_once_whether_it_is_trained_or_filtered() -> N
     assert found.groups == len(whole) > 32, "more than are trained"
     assert found.shares()["reward_all_mean"] == pytest.approx(sum(map(sum, whole)) / sum(map(len, whole)))
     assert found.mixed == sum(min(group) < max(group) for group in whole) > 0
+
+
+def test_a_group_whose_last_calls_a_restart_has_lost_counts_once() -> None:
+    faults = Faults(controller_restarts=0.2, zero_variance=0.2, replayable=0.3, call_fails=0.05)
+    world = World(settings(group_size=4), seed=2, calls=0.5, faults=faults)
+    steps, expected, seen, ended_by = Steps(), GradedGroups(), set[int](), set[type]()
+
+    def take(event: ev.Event, orders: list[cmd.Command]) -> None:
+        steps.apply(world.state, event, orders)
+        found = {o.group: o.rewards for o in orders if isinstance(o, cmd.DropGroup)}
+        found |= {g.id: g.rewards for g in world.state.ledger.groups.values() if not g.ungraded}
+        for group, rewards in found.items():
+            if group not in seen:
+                seen.add(group)
+                ended_by.add(type(event))
+                expected.add([reward for reward in rewards if reward is not None])
+
+    world.sink = take
+    world.run()
+    assert steps.graded == expected
+    assert ev.ControllerRestarted in ended_by
 
 
 def test_shares_do_not_overlap_and_only_rewards_of_0_and_1_are_right_or_wrong() -> None:

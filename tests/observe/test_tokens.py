@@ -34,7 +34,7 @@ class Counted(World):
 
 
 def reported(event: ev.Event) -> dict[TrajectoryId, int]:
-    if isinstance(event, ev.GenerationFinished | ev.GenerationStopped | ev.GenerationFailed):
+    if isinstance(event, ev.GenerationFinished | ev.GenerationStopped | ev.GenerationFailed | ev.CallStarted):
         return {event.trajectory: event.num_tokens}
     if isinstance(event, ev.ProgressReported | ev.InstanceLost | ev.ControllerRestarted):
         return event.num_tokens
@@ -84,6 +84,31 @@ def test_a_replay_and_the_counts_of_the_token_store_give_the_same_account(hard: 
         again.note(event, orders)
     again.restore(hard.counts)
     assert again.account == hard.accounts[-1]
+
+
+def test_an_answer_whose_call_a_restart_has_lost_is_not_trained() -> None:
+    """Its group is trained with its other answers."""
+    world = Counted(settings(group_size=4), seed=2, calls=0.5, faults=Faults(controller_restarts=0.2, replayable=0.3))
+    world.begin()
+    trained = dict[int, int]()
+    deliver = world.deliver
+
+    def watch(event: ev.Event) -> None:
+        if isinstance(event, ev.StepTrained):
+            answers = [t for group in world.state.feed.groups(event.step) for t in group.trajectories]
+            trained[event.step] = sum(t.num_tokens for t in answers if t.reward is not None)
+        deliver(event)
+
+    world.deliver = watch  # type: ignore[method-assign]
+    world.run()
+    end = world.accounts[-1]
+    assert end.trained == sum(trained.values())
+    assert end.dropped[UNGRADED] > 0
+    again = TokenLedger(group_size=4, is_replay=True)
+    for event, orders in world.journal:
+        again.note(event, orders)
+    again.restore(world.counts)
+    assert again.account == end
 
 
 def test_tokens_that_come_after_a_group_has_failed_count_as_failed() -> None:
