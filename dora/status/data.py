@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -49,13 +49,18 @@ class Info(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """The sources of one run. `records`: None if it has no folder."""
+    """The sources of one run. `records`: None if it has no folder.
+
+    Invariant: files are read in one thread at a time, however many requests there are: the journal of a run is
+    committed in threads of the same pool.
+    """
 
     snapshot: Callable[[], Awaitable[Snapshot]]
     groups: Callable[[], Awaitable[Sequence[GroupRow]]]
     records: Records | None
     folder: Path | None  #: as the user would write it
     takes_requests: bool = False
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
 
     async def present(self) -> dict[str, bytes]:
         """Return the JSON of each of CURRENT."""
@@ -68,7 +73,8 @@ class RunData:
         if self.records is None:
             return _EMPTY
         read = {"steps": self.records.steps, "timeline": self.records.timeline, "samples": self.records.samples}[name]
-        return await asyncio.to_thread(read, since)
+        async with self._reading:
+            return await asyncio.to_thread(read, since)
 
     def _info(self, now: Snapshot) -> Info:
         counts = now.counts

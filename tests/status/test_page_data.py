@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -119,6 +120,18 @@ async def test_rows_are_those_of_the_files_and_later_only_what_was_added(recorde
                 file.write(json.dumps(lines[-1]).encode() + b"\n" + b'{"kind": "torn')
             assert (await get(asked))[1] == {"rows": [lines[-1]], "next": len(lines) + 1}
             assert (await get(f"{server.url}/data/{name}?from={first['next'] - 1}"))[1]["rows"][1:] == [lines[-1]]
+
+
+async def test_any_number_of_requests_for_rows_leaves_threads_to_the_run(recorded: RunFolder) -> None:
+    """The journal is committed in a thread of the same pool."""
+    data = of_folder(recorded)._data
+    assert data.records is not None
+    with data.records._lock:  # as long as a large file is read for the first time
+        asked = [asyncio.create_task(data.rows("samples")) for _ in range(64)]
+        await asyncio.wait(asked, timeout=0)
+        async with asyncio.timeout(10):
+            await asyncio.to_thread(lambda: None)
+    assert len(await asyncio.gather(*asked)) == 64
 
 
 async def test_a_file_that_a_resume_cut_is_read_again(recorded: RunFolder) -> None:
