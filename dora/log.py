@@ -111,4 +111,8 @@ class _ToStructlog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(record.name)
         level = min(record.levelno // 10 * 10, logging.CRITICAL)
-        logger.log(level, record.getMessage(), library=record.name, exc_info=record.exc_info)
+        try:
+            message = record.getMessage()
+        except Exception:  # a mistake of the library, whose caller is not to blame: `logging` does not raise it either
+            message = str(record.msg)
+        logger.log(level, message, library=record.name, exc_info=record.exc_info)

@@ -80,3 +80,17 @@ def test_a_second_process_appends(tmp_path: Path):
 def test_without_a_file_the_lines_go_to_standard_error():
     lines, _ = logged("")
     assert [line["event"] for line in lines] == ["step_trained", "push_failed", "deprecated thing", "job_failed"]
+
+
+def test_a_message_that_a_library_cannot_format_is_logged_as_it_is(tmp_path: Path):
+    """`logging` never raises into the code that logs."""
+    script = """
+import logging, sys
+from pathlib import Path
+from dora.log import configure_logging
+configure_logging(Path(sys.argv[1]), level="info", run="job-1", role="trainer")
+logging.getLogger("some.library").warning("%d answers", "many")
+"""
+    path = tmp_path / "log.jsonl"
+    subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, timeout=60, check=True)
+    assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["%d answers"]
