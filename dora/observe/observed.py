@@ -125,7 +125,7 @@ class Folded:
             self.steps.take_zero_variance(state, event.step)
             facts = self.steps.take(state, event.step)
             if is_new:
-                self.slots.take_idle_share()
+                self.slots.take_idle_share(state)
                 self.trained.append(facts)
 
     def apply(self, state: State, event: ev.Event, commands: Sequence[cmd.Command]) -> None:
@@ -235,7 +235,7 @@ class Observed:
         earlier_cpu_s, self._cpu_s = self._cpu_s, cpu_s
         rank_s, instance_s = self.lanes.step_seconds()
         run = RunFacts(
-            rollout_idle_share=self.folded.slots.take_idle_share(),
+            rollout_idle_share=self.folded.slots.take_idle_share(state),
             tokens_per_s=now.tokens_per_s,
             staleness=now.staleness,
             live_versions=sum(v.is_live for v in now.versions),
