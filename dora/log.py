@@ -113,6 +113,6 @@ class _ToStructlog(logging.Handler):
         level = min(record.levelno // 10 * 10, logging.CRITICAL)
         try:
             message = record.getMessage()
-        except Exception:  # a mistake of the library, whose caller is not to blame: `logging` does not raise it either
+        except Exception:  # noqa: BLE001 - a mistake of the library, which `logging` does not raise either
             message = str(record.msg)
         logger.log(level, message, library=record.name, exc_info=record.exc_info)
