@@ -208,7 +208,6 @@ class Recorder:
             self._facts.scores.append(msgspec.convert(row, Score))
             self._then(position, partial(self._lines.metrics.write, _line(row)))
         kept = self._keep(self.samples.of_evaluation(version, trained=self._state.feed.trained))
-        self.observed.folded.episodes.forget(ids)
         self._then(position, partial(_write, kept))
 
     # -- results ------------------------------------------------------------------------------------------------------

@@ -141,13 +141,12 @@ class TimedEpisodes:
 
     def __init__(self) -> None:
         self.times: dict[TrajectoryId, EpisodeTimes] = {}
-        self._dropped: list[GroupId] = []  # by the last event, whose other observers may still ask for their times
+        self._ended: list[TrajectoryId] = []  # by the last event, whose other observers may still ask for their times
 
     def apply(self, event: ev.Event, commands: Sequence[cmd.Command], *, group_size: int) -> None:
         """Take in an event of the core with its commands."""
-        for group in self._dropped:
-            self.forget(range(group * group_size, (group + 1) * group_size))
-        self._dropped = [command.group for command in commands if isinstance(command, cmd.DropGroup)]
+        self.forget(self._ended)
+        self._ended = [id for command in commands for id in self._ended_by(command, group_size)]
         if isinstance(event, ev.CallFinished | ev.GenerationFinished):
             times = self.times.get(event.trajectory)
             if times is not None and isinstance(event, ev.CallFinished):
@@ -164,6 +163,14 @@ class TimedEpisodes:
             elif isinstance(command, cmd.ForgetGroups):
                 for group in command.groups:
                     self.forget(range(group * group_size, (group + 1) * group_size))
+
+    def _ended_by(self, command: cmd.Command, group_size: int) -> Iterable[TrajectoryId]:
+        """Return the answers that a command ends, and for which no ForgetGroups comes."""
+        if isinstance(command, cmd.DropGroup):
+            return map(TrajectoryId, range(command.group * group_size, (command.group + 1) * group_size))
+        if isinstance(command, cmd.ReportEvaluation):  # one version is evaluated at a time
+            return [id for id in self.times if id < 0]
+        return ()
 
     def forget(self, trajectories: Iterable[int]) -> None:
         """Drop the times of episodes."""

@@ -120,6 +120,16 @@ def test_a_replay_knows_what_the_run_knew(share: float) -> None:
     assert len(whole.rows) == whole.state.settings.steps
 
 
+def test_a_replay_keeps_no_times_of_evaluations_that_have_ended() -> None:
+    whole = World(settings(group_size=4, eval_prompt_tokens=(3,) * 4, eval_every=1), seed=3)
+    whole.run()
+    known = whole.journal[: 2 * len(whole.journal) // 3]
+    folded = Folded.new(4, is_replay=True)
+    state = replay(whole.state.settings, known, projection=folded).state
+    assert sum(isinstance(order, cmd.ReportEvaluation) for _, orders in known for order in orders) > 1
+    assert {id for id in folded.episodes.times if id < 0} <= {*state.evaluation.trajectories}
+
+
 def test_slots_that_were_in_use_in_a_step_shorter_than_a_tick_were_not_free() -> None:
     world = Watched(settings(group_size=4), seed=3, token_s=0.005, train_s=0.1, push_s=0.05)
     world.begin()
