@@ -148,8 +148,9 @@ class Samples:
         Some groups are chosen, evenly spread; groups with log-probs from the trainer come first. Of each chosen group,
         one graded sibling is kept.
         """
-        sent = [g for g in groups if any(t.id in self._trainer_logprobs for t in g.trajectories)]
-        others = [g for g in groups if g not in sent]
+        sent, others = list[Group](), list[Group]()
+        for group in groups:
+            (sent if any(t.id in self._trainer_logprobs for t in group.trajectories) else others).append(group)
         chosen = self._spread(sent)
         for group in [*chosen, *self._spread(others)[: self._keep - len(chosen)]]:
             graded = [t for t in group.trajectories if t.reward is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import tracemalloc
 from array import array
 from contextlib import closing
@@ -125,6 +126,17 @@ def test_the_mismatch_of_a_large_step_is_the_mean_over_its_tokens_and_takes_few_
     tracemalloc.stop()
     assert found == {0: float(np.mean(ratios))}
     assert peak_bytes < 24 * len(ratios)
+
+
+def test_choosing_the_samples_of_a_large_step_takes_little_time(kept: Kept) -> None:
+    groups = [kept.group(number) for number in range(10_000)]
+    logprobs = np.array([-0.5, -0.25], np.float32)
+    for group in groups[::2]:
+        sent = TrainerLogprobs(rank=0, trajectory=group.trajectories[0].id, logprobs=logprobs)
+        kept.samples.on_logprobs(sent)
+    began = time.process_time()
+    assert [sample.group for sample in kept.of_step(groups)] == [0, 5_000]
+    assert time.process_time() - began < 0.2
 
 
 def test_only_what_the_policy_sampled_is_compared(kept: Kept) -> None:
