@@ -61,7 +61,9 @@ class RunFacts:
     accept_length: Annotated[
         float | None,
         Figure(
-            "tokens", "of an answer for each decoding step, with speculative decoding, since the start", "accept_length"
+            "tokens",
+            "of an answer for each decoding step, with speculative decoding, since the start or the last resume",
+            "accept_length",
         ),
     ]
     counts: Counts  #: its fields are fields of the row
