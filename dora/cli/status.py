@@ -28,7 +28,7 @@ def status(source: str, *, watch: bool) -> None:
         raise ConfigError(f"{source}: is neither an address (http://HOST:PORT) nor a run folder")
     now = asyncio.run(_watch(source, read) if watch else _show(read))
     if now.phase == "interrupted" and not source.startswith("http"):
-        say(f"to continue it: dora run --resume {source}")
+        say(f"to continue it: dora {'run' if now.num_steps else 'eval'} --resume {source}")
 
 
 async def _show(read: Callable[[], Awaitable[Snapshot]]) -> Snapshot:

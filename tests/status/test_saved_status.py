@@ -160,6 +160,9 @@ def test_the_command_says_how_to_continue(
     save(folder, ended(middle, "interrupted"))
     command.status(str(folder.root), watch=False)
     assert capsys.readouterr().out.endswith(f"\nto continue it: dora run --resume {folder.root}\n")
+    save(folder, ended(replace(middle, num_steps=0), "interrupted"))  # an evaluation
+    command.status(str(folder.root), watch=False)
+    assert capsys.readouterr().out.endswith(f"\nto continue it: dora eval --resume {folder.root}\n")
 
 
 def test_a_watched_run_is_shown_until_it_has_ended(
