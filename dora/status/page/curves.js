@@ -135,11 +135,12 @@ export class Cards {
     const rows = thinned(this.rows), steps = rows.map((x) => x.step + 1), cards = this.cards;
     const of = (get) => rows.map((x) => get(x) ?? null);
     const trainer = (name) => of((x) => x.trainer?.[name]);
+    const latest = (get) => recent(this.rows.map((x) => get(x) ?? null)); // of all rows: what is drawn is thinned
     this.drawHeldOut();
     const all = of((x) => x.reward_all_mean), trained = of((x) => x.reward_mean);
-    cards.reward.show(steps, [["all answers", all], ["trained", trained]], [number(recent(all)), unit("of all,"), ` ${number(recent(trained))}`, unit(`trained (last ${RECENT} steps)`)]);
+    cards.reward.show(steps, [["all answers", all], ["trained", trained]], [number(latest((x) => x.reward_all_mean)), unit("of all,"), ` ${number(latest((x) => x.reward_mean))}`, unit(`trained (last ${RECENT} steps)`)]);
     const graded = rows.filter((x) => typeof x.mixed === "number"), shares = GROUPS.map(([name, get]) => [name, graded.map((x) => get(x) ?? 0)]);
-    cards.groups.show(graded.map((x) => x.step + 1), shares.filter(([, values]) => values.some((y) => y > 0)), [percent(recent(of((x) => x.mixed))), unit(`mixed (last ${RECENT} steps)`)]);
+    cards.groups.show(graded.map((x) => x.step + 1), shares.filter(([, values]) => values.some((y) => y > 0)), [percent(latest((x) => x.mixed)), unit(`mixed (last ${RECENT} steps)`)]);
     const length = of((x) => x.response_len_mean), p90 = of((x) => x.response_len_p90), longest = of((x) => x.response_len_max), cut = last(trainer("all/truncated_frac"));
     cards.length.show(steps, [["mean", length], ["p90", p90], ["max", longest]], [number(last(length)), unit(`tokens, at most ${short(last(longest) ?? 0)}${cut === null ? "" : `; ${percent(cut)} cut off`}`)]);
     this.drawEpisodes(rows.filter((x) => x.episodes));
