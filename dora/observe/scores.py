@@ -19,8 +19,8 @@ class SetScore:
     #: as far as prompts have k graded samples
     pass_at: Annotated[dict[int, float], Figure("fraction", "pass@k for k = 1, 2, 4, ... n (arXiv 2107.03374)")]
     num_samples: Annotated[int, Figure("answers", "that were graded")]
-    num_failed: Annotated[int, Figure("answers", "left out, as their grading or environment failed")]
-    mean_tokens: Annotated[float, Figure("tokens", "length of an answer, mean")]
+    num_failed: Annotated[int, Figure("answers", "left out, as their generation, grading or environment failed")]
+    mean_tokens: Annotated[float, Figure("tokens", "length of an answer, with observations, mean")]
     max_tokens: Annotated[int, Figure("tokens", "the same, maximum")]
     median_tokens: Annotated[int, Figure("tokens", "the same, median")]
     is_accuracy: Annotated[bool, Figure("true/false", "every reward was 0 or 1: the mean is a share of right answers")]
@@ -54,5 +54,5 @@ class Score:
     mean: float | None  #: mean@n; None if nothing was graded
     pass_at_n: float | None
     num_samples: int  #: graded
-    num_failed: int = 0  #: left out, as their grading or environment failed
+    num_failed: int = 0  #: left out, as their generation, grading or environment failed
     is_accuracy: bool = False  #: every reward is 0 or 1, so that the mean is a share of right answers

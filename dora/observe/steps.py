@@ -45,11 +45,11 @@ class StepFacts:
         float | None, Figure("fraction", "of these groups: every reward is the same number, other than 0 and 1")
     ] = None
     mixed: Annotated[float | None, Figure("fraction", "of these groups: the rewards are not all equal")] = None
-    response_len_mean: Annotated[float | None, Figure("tokens", "of a trained answer, mean")] = None
-    response_len_p90: Annotated[
-        float | None, Figure("tokens", "of a trained answer: nine of ten are at most as long")
-    ] = None
-    response_len_max: Annotated[float | None, Figure("tokens", "of the longest trained answer")] = None
+    response_len_mean: Annotated[float | None, Figure("tokens", "of a trained answer, with observations, mean")] = None
+    response_len_p90: Annotated[float | None, Figure("tokens", "the same: nine of ten answers are at most as long")] = (
+        None
+    )
+    response_len_max: Annotated[float | None, Figure("tokens", "the same, maximum")] = None
     episodes: EpisodeStats | None = None  #: None without an environment
 
 
