@@ -14,7 +14,7 @@ from typing import Annotated, Final, Protocol
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import ForkCause, GroupId, TrajectoryId, Truncation
+from dora.core.ids import ForkCause, TrajectoryId, Truncation
 from dora.observe.figures import Figure, Metric
 
 #: Metrics of the environment that are kept of a step, and that are shown in one line.

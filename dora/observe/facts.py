@@ -25,6 +25,9 @@ from dora.observe.visits import Visits
 RECENT_STEPS = 100
 #: Number of problems to show; there could otherwise be one for every answer.
 MAX_PROBLEMS = 20
+#: Number of these that may begin with the same words: rows that are skipped leave room for what else goes wrong.
+MAX_ALIKE = 10
+MORE_PROBLEMS = "more problems: they are in the journal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +96,16 @@ class ShellFacts:
     def note_problem(self, text: str, *, is_failure: bool = False) -> bool:
         """Record a problem that does not stop the run; return False if it is already known or there are too many. A
         failure is known if another one of its kind is."""
-        if text in self.problems or len(self.problems) > MAX_PROBLEMS:
+        if text in self.problems:
             return False
         if is_failure and any(kind_of(text) == kind_of(known) for known in self.problems):
             return False
-        if len(self.problems) == MAX_PROBLEMS:
-            self.problems.insert(0, "more problems: they are in the journal")
-        else:
+        has_more = MORE_PROBLEMS in self.problems
+        num_alike = sum(known.partition(":")[0] == text.partition(":")[0] for known in self.problems)
+        if len(self.problems) - has_more < MAX_PROBLEMS and num_alike < MAX_ALIKE:
             self.problems.append(text)
+        elif has_more:
+            return False
+        else:
+            self.problems.insert(0, MORE_PROBLEMS)
         return True

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dora.cli.summary import summary
 from dora.journal.run_folder import RunFolder
-from dora.observe.facts import MAX_PROBLEMS, ShellFacts
+from dora.observe.facts import MAX_ALIKE, MAX_PROBLEMS, ShellFacts
 from dora.observe.snapshot import Snapshot
 from dora.status.frame import frame
 from dora.status.terminal import LiveView, PlainView, score_line, show_progress, step_line, view
@@ -114,6 +114,14 @@ def test_the_number_of_problems_is_limited():
     is_new = [facts.note_problem(f"answer {i}") for i in range(3 * MAX_PROBLEMS)]
     assert is_new == [True] * (MAX_PROBLEMS + 1) + [False] * (2 * MAX_PROBLEMS - 1)
     assert facts.problems[0] == "more problems: they are in the journal"
+
+
+def test_a_reward_that_fails_is_a_problem_however_many_prompts_were_skipped():
+    facts = ShellFacts(run_id="job-1", strategy="dora")
+    skipped = [facts.note_problem(f"prompt skipped: rows.jsonl:{i}: has 5000 tokens") for i in range(2 * MAX_PROBLEMS)]
+    assert skipped == [True] * (MAX_ALIKE + 1) + [False] * (2 * MAX_PROBLEMS - MAX_ALIKE - 1)
+    assert facts.note_problem("not graded: r.py:7: TypeError: it returned None", is_failure=True)
+    assert facts.problems[-1] == "not graded: r.py:7: TypeError: it returned None"
 
 
 def test_steps_of_a_resumed_run_are_printed_once_although_old_ones_leave_the_window(middle: Snapshot):
