@@ -268,7 +268,9 @@ class Observed:
                 facts.starting.discard(event.instance)
             case ev.Ticked():
                 facts.rate.note(self.folded.tokens.account.num_tokens, at=event.at)
-        if facts.phase == "starting" and state.ledger.admitted:
+        if facts.phase == "starting" and (
+            state.ledger.admitted or any(isinstance(command, cmd.Generate) for command in commands)
+        ):
             facts.phase = "running"
         for command in commands:
             if isinstance(command, cmd.FailRun):

@@ -130,6 +130,24 @@ def test_a_replay_keeps_no_times_of_evaluations_that_have_ended() -> None:
     assert {id for id in folded.episodes.times if id < 0} <= {*state.evaluation.trajectories}
 
 
+def test_a_run_that_only_evaluates_runs_from_its_first_answer_on() -> None:
+    world = Watched(settings(steps=0, max_staleness=0, eval_prompt_tokens=(3,) * 4), seed=3)
+    world.begin()
+    phases: list[tuple[bool, str]] = []
+    apply = world.observed.apply
+
+    def take(event: ev.Event, orders: list[cmd.Command]) -> None:
+        apply(event, orders)
+        has_begun = any(
+            isinstance(order, cmd.Generate) for _, earlier in world.journal for order in [*earlier, *orders]
+        )
+        phases.append((has_begun, world.observed.snapshot().phase))
+
+    world.sink = take
+    world.run()
+    assert {*phases} == {(False, "starting"), (True, "running")}
+
+
 def test_slots_that_were_in_use_in_a_step_shorter_than_a_tick_were_not_free() -> None:
     world = Watched(settings(group_size=4), seed=3, token_s=0.005, train_s=0.1, push_s=0.05)
     world.begin()
