@@ -28,19 +28,15 @@ class SlotUse:
 
     def apply(self, state: State, event: ev.Event) -> None:
         """Count the time since the last tick at each tick."""
-        if isinstance(event, ev.Ticked):
-            self._count(state, event.at)
-
-    def _count(self, state: State, at: float) -> None:
-        elapsed = max(0.0, at - self.seen_at)  # an event may be older than the event before it
-        self.seen_at += elapsed
+        if not isinstance(event, ev.Ticked):
+            return
+        elapsed, self.seen_at = event.at - self.seen_at, event.at
         for instance in state.instances.values():
             self.slots_s += instance.slots * elapsed
             self.busy_s += len(instance.residents) * elapsed
 
-    def take_idle_share(self, state: State) -> float:
-        """Return the share of the slots that was free since the last call; a step may be shorter than a tick."""
-        self._count(state, state.now)
+    def take_idle_share(self) -> float:
+        """Return the share of the slots that was free since the last call."""
         busy = self.busy_s / self.slots_s if self.slots_s else 0.0
         self.busy_s = self.slots_s = 0.0
         return 1.0 - busy

@@ -127,7 +127,7 @@ class Folded:
             self.steps.take_zero_variance(state, event.step)
             facts = self.steps.take(state, event.step)
             if is_new:
-                self.slots.take_idle_share(state)
+                self.slots.take_idle_share()
                 self.trained.append(facts)
 
     def apply(self, state: State, event: ev.Event, commands: Sequence[cmd.Command]) -> None:
@@ -237,7 +237,7 @@ class Observed:
         earlier_cpu_s, self._cpu_s = self._cpu_s, cpu_s
         rank_s, instance_s = self.lanes.step_seconds()
         run = RunFacts(
-            rollout_idle_share=self.folded.slots.take_idle_share(state),
+            rollout_idle_share=self.folded.slots.take_idle_share(),
             tokens_per_s=now.tokens_per_s,
             staleness=now.staleness,
             live_versions=sum(v.is_live for v in now.versions),
@@ -268,9 +268,7 @@ class Observed:
                 facts.starting.discard(event.instance)
             case ev.Ticked():
                 facts.rate.note(self.folded.tokens.account.num_tokens, at=event.at)
-        if facts.phase == "starting" and (
-            state.ledger.admitted or any(isinstance(command, cmd.Generate) for command in commands)
-        ):
+        if facts.phase == "starting" and (state.ledger.admitted or (not state.settings.steps and _begins(commands))):
             facts.phase = "running"
         for command in commands:
             if isinstance(command, cmd.FailRun):
@@ -292,6 +290,10 @@ def _flat(record: StepFacts | RunFacts) -> dict[str, Any]:
     for name, value in asdict(record).items():
         found |= value if name == "counts" else {name: value} if value is not None else {}
     return found
+
+
+def _begins(commands: Sequence[cmd.Command]) -> bool:
+    return any(isinstance(command, cmd.Generate) for command in commands)
 
 
 def _graded(group: Group) -> list[Any]:

@@ -148,15 +148,6 @@ def test_a_run_that_only_evaluates_runs_from_its_first_answer_on() -> None:
     assert {*phases} == {(False, "starting"), (True, "running")}
 
 
-def test_slots_that_were_in_use_in_a_step_shorter_than_a_tick_were_not_free() -> None:
-    world = Watched(settings(group_size=4), seed=3, token_s=0.005, train_s=0.1, push_s=0.05)
-    world.begin()
-    world.run()
-    short = [row for row in world.rows[1:] if row["duration_s"] < 0.5]
-    assert len(short) > 3
-    assert sum(row["rollout_idle_share"] for row in short) / len(short) < 0.9
-
-
 def test_a_step_that_is_trained_again_has_no_second_row() -> None:
     world = Watched(settings(group_size=4), seed=3)
     world.begin()
