@@ -11,7 +11,8 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from copy import copy
+from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
@@ -163,7 +164,25 @@ def read_rows(folder: Path, found: SplitFiles, config: SourceConfig, *, field: s
         )
     except Exception as err:  # loader, type and disk errors share no base class
         raise ConfigError(f"{field}.path: {config.path} cannot be read ({type(err).__name__}: {_root(err)})") from err
+    rows.info.features = _undecoded(rows.features)
     return rows
+
+
+def _undecoded(feature: Any) -> Any:
+    """Return types of columns under which no file is opened. An image or a sound is stored as bytes or as a path, which
+    may lead anywhere: `datasets` would open it, also at an address, whenever a row is read."""
+    if isinstance(feature, dict):
+        undecoded = copy(feature)
+        for name, inner in feature.items():
+            undecoded[name] = _undecoded(inner)
+        return undecoded
+    if isinstance(feature, list | tuple):
+        return [*map(_undecoded, feature)]
+    if hasattr(feature, "feature"):  # List, LargeList
+        return replace(feature, feature=_undecoded(feature.feature))
+    if hasattr(feature, "decode") and type(feature).__name__ != "Json":  # which only parses
+        return replace(feature, decode=False)
+    return feature
 
 
 def _root(err: BaseException) -> str:
