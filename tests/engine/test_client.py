@@ -72,6 +72,16 @@ async def test_an_answer_that_the_server_cut_short_is_not_a_finished_one(
     assert tokens.token_ids == TOKENS
 
 
+async def test_an_answer_that_goes_on_beyond_its_budget_is_refused_there(
+    server: ScriptedServer, client: EngineClient
+) -> None:
+    tokens = Tokens()
+    server.streams(FIRST, SECOND, LAST, DONE)
+    with pytest.raises(ProtocolError, match="an answer of more than the 2 tokens asked for"):
+        await client.generate(server.url, replace(REQUEST, max_new_tokens=2), tokens)
+    assert tokens.token_ids == TOKENS[:2]
+
+
 async def test_the_request_says_everything_and_leaves_nothing_to_defaults(
     server: ScriptedServer, client: EngineClient
 ) -> None:

@@ -100,7 +100,9 @@ class EngineClient:
         After any error, the delivered tokens are valid and the request can be resumed from them.
         """
         self._check(request)
-        parser = StreamParser(url, on_tokens, max_event_bytes=routing.max_event_bytes(request))
+        parser = StreamParser(
+            url, on_tokens, max_tokens=request.max_new_tokens, max_event_bytes=routing.max_event_bytes(request)
+        )
         async with self._streams:
             post = await self._patience.until_connected(
                 lambda: open_post(
