@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
+from dora import foreign
 from dora.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -84,10 +85,7 @@ def _draw(outline: Path, folder: Path, names: Sequence[str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     for name in {*CARDS}.intersection(names):
-        text = (folder / name).read_bytes()
-        if len(text) > MAX_CARD_BYTES:
-            raise ConfigError(f"{folder / name}: has {len(text):,} bytes, expected at most {MAX_CARD_BYTES:,}")
-        (outline / name).write_bytes(text)
+        (outline / name).write_bytes(foreign.read(folder / name, max_bytes=MAX_CARD_BYTES, follow_links=True))
 
 
 def _found(outline: Path, config: SourceConfig, *, shown: str, field: str) -> SplitFiles:

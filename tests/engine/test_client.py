@@ -224,6 +224,16 @@ async def test_a_server_that_speaks_something_else_is_a_protocol_error(
             await client.weight_version(url)
 
 
+async def test_an_answer_to_a_control_call_has_a_limit(
+    server: ScriptedServer, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.says("/server_info", {"version": "0" * 100_000})
+    assert len((await client.server_info(server.url))["version"]) == 100_000
+    monkeypatch.setattr("dora.engine.sglang.client.MAX_ANSWER_BYTES", 100_000)
+    with pytest.raises(ProtocolError, match=r"the answer to /server_info has more than 100,000 bytes"):
+        await client.server_info(server.url)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

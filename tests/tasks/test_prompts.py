@@ -1,4 +1,5 @@
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -360,6 +361,15 @@ def test_an_image_in_a_row_of_a_data_set_is_not_opened(open_with, tmp_path, monk
     parquet.write_table(stored, tmp_path / "set" / "train.parquet")
     prompt = open_with(SourceConfig(kind="datasets", path=str(tmp_path / "set"))).at(0)
     assert prompt.metadata["shown"] == rows["shown"][0]
+
+
+def test_of_a_card_of_any_size_no_more_than_the_limit_is_read(open_with, tmp_path):
+    pytest.importorskip("datasets")
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    (tmp_path / "README.md").touch()
+    os.truncate(tmp_path / "README.md", 1 << 40)
+    with pytest.raises(ConfigError, match=r"README\.md: has more than 4,194,304 bytes; it was not read"):
+        open_with(SourceConfig(kind="datasets", path=str(tmp_path)))
 
 
 def test_a_template_that_rejects_a_row_names_both(open_with, tmp_path, model_folder):

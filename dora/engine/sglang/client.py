@@ -44,6 +44,8 @@ from dora.routing import Chosen
 
 CONTROL_ATTEMPTS: Final = 3
 RETRY_DELAY_S: Final = 0.05  # doubled after each attempt
+#: Largest answer to a control call. The arguments of a server take some KB, log-probs of a long prompt a few MB.
+MAX_ANSWER_BYTES: Final = 64 * 2**20
 
 #: The last one is raised for hosts of which no name server can be asked, such as `a..b`.
 _NOT_A_URL: Final = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError, UnicodeError)
@@ -391,7 +393,12 @@ class EngineClient:
         async with self._session.request(
             method, url.rstrip("/") + path, json=body, headers=self._headers(url), allow_redirects=False
         ) as response:
-            return response.status, await response.read()
+            answer = bytearray()
+            async for part in response.content.iter_any():  # never more than a few MB, even of a compressed answer
+                answer += part
+                if len(answer) > MAX_ANSWER_BYTES:
+                    raise ProtocolError(f"{url}: the answer to {path} has more than {MAX_ANSWER_BYTES:,} bytes")
+            return response.status, bytes(answer)
 
     def _headers(self, url: str) -> dict[str, str]:
         key = self.keys.get(url, self._api_key)
