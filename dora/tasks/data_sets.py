@@ -157,13 +157,14 @@ def read_rows(folder: Path, found: SplitFiles, config: SourceConfig, *, field: s
     """Return the rows of the split from its files in `folder`; the package keeps a copy in its cache, as Arrow."""
     files = {split: [str(folder / name) for name in names] for split, names in found.files.items()}
     try:
-        rows: Sequence[Any] = _package().load_dataset(
+        rows: Any = _package().load_dataset(
             found.reader, data_files=files, split=config.split, features=found.features, **found.options
         )
     except Exception as err:  # loader, type and disk errors share no base class
         raise ConfigError(f"{field}.path: {config.path} cannot be read ({type(err).__name__}: {_root(err)})") from err
     rows.info.features = _undecoded(rows.features)
-    return rows
+    read: Sequence[Any] = rows
+    return read
 
 
 def _undecoded(feature: Any) -> Any:
