@@ -121,7 +121,8 @@ def read_config(folder: Path, *, field: str = "model.path") -> dict[str, Any]:
         raise ConfigError(f"{field}: {path} must contain a JSON object")
     for key, value in _numbers(found):
         if key.endswith(_LAYERS) and value > _MAX_LAYERS:
-            raise ConfigError(f"{field}: {path}: {key} is {value:.0f}; no model has more than {_MAX_LAYERS:,} layers")
+            shown = f"{value:.0f}" if abs(value) < 1e18 else "huge"  # an integer may fit no float
+            raise ConfigError(f"{field}: {path}: {key} is {shown}; no model has more than {_MAX_LAYERS:,} layers")
     return found
 
 

@@ -130,6 +130,8 @@ async def open_post(
             )
     except TimeoutError as err:
         raise ServerGone(f"{url}: connection timed out; is the server running?") from err
+    except UnicodeError as err:  # a host of which no name server can be asked, such as `a..b`
+        raise _no_server_url(url) from err
     except OSError as err:
         if is_local(err):
             raise NoConnectionLeft(err.strerror or str(err)) from err
@@ -145,8 +147,12 @@ def _split(url: str) -> tuple[SplitResult, str, int]:
     except (KeyError, ValueError):
         port = 0
     if not port or parts.scheme not in _PORTS or not parts.hostname or not url.isascii():
-        raise ConfigError(f"{url}: not a server URL; write it as http://HOST:PORT")
+        raise _no_server_url(url)
     return parts, parts.hostname, port
+
+
+def _no_server_url(url: str) -> ConfigError:
+    return ConfigError(f"{url}: not a server URL; write it as http://HOST:PORT")
 
 
 def _head(parts: SplitResult, path: str, *, headers: Mapping[str, str]) -> bytes:

@@ -11,10 +11,12 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from copy import copy
+from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
+from dora import foreign
 from dora.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,10 +85,7 @@ def _draw(outline: Path, folder: Path, names: Sequence[str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     for name in {*CARDS}.intersection(names):
-        text = (folder / name).read_bytes()
-        if len(text) > MAX_CARD_BYTES:
-            raise ConfigError(f"{folder / name}: has {len(text):,} bytes, expected at most {MAX_CARD_BYTES:,}")
-        (outline / name).write_bytes(text)
+        (outline / name).write_bytes(foreign.read(folder / name, max_bytes=MAX_CARD_BYTES, follow_links=True))
 
 
 def _found(outline: Path, config: SourceConfig, *, shown: str, field: str) -> SplitFiles:
@@ -158,12 +157,31 @@ def read_rows(folder: Path, found: SplitFiles, config: SourceConfig, *, field: s
     """Return the rows of the split from its files in `folder`; the package keeps a copy in its cache, as Arrow."""
     files = {split: [str(folder / name) for name in names] for split, names in found.files.items()}
     try:
-        rows: Sequence[Any] = _package().load_dataset(
+        rows: Any = _package().load_dataset(
             found.reader, data_files=files, split=config.split, features=found.features, **found.options
         )
     except Exception as err:  # loader, type and disk errors share no base class
         raise ConfigError(f"{field}.path: {config.path} cannot be read ({type(err).__name__}: {_root(err)})") from err
-    return rows
+    rows.info.features = _undecoded(rows.features)
+    read: Sequence[Any] = rows
+    return read
+
+
+def _undecoded(feature: Any) -> Any:
+    """Return types of columns under which no file is opened. An image or a sound is stored as bytes or as a path, which
+    may lead anywhere: `datasets` would open it, also at an address, whenever a row is read."""
+    if isinstance(feature, dict):
+        undecoded = copy(feature)
+        for name, inner in feature.items():
+            undecoded[name] = _undecoded(inner)
+        return undecoded
+    if isinstance(feature, list | tuple):
+        return [*map(_undecoded, feature)]
+    if hasattr(feature, "feature"):  # List, LargeList
+        return replace(feature, feature=_undecoded(feature.feature))
+    if hasattr(feature, "decode") and type(feature).__name__ != "Json":  # which only parses
+        return replace(feature, decode=False)
+    return feature
 
 
 def _root(err: BaseException) -> str:

@@ -3,8 +3,8 @@
 PID is the process of the pool. Without a command, the process is a grader. COMMAND is `MEMORY_MB CORES ARGV...`: a
 limit on the address space of each of its processes, and the CPU cores that it may use ("2,3"; may be empty). TOTAL_MB
 limits the memory of all its processes together; 0 is no limit. CGROUP is the folder of the control group that enforces
-the limit. If CGROUP is empty, this process measures the memory every MEASURE_S (memory.py), and exits with OVER_MEMORY
-if it exceeds the limit.
+the limit. If CGROUP is empty, this process measures the memory, MEASURE_S after each measurement (memory.py), and exits
+with OVER_MEMORY if it exceeds the limit.
 
 Two guards, one the child of the other, watch over the process. Invariant: each guard outlives every process that was
 started below it, even in another session, because the kernel makes orphaned descendants children of the guard (Linux).
@@ -73,7 +73,7 @@ def _watch(work: Callable[[], None], *, limit: int, cgroup: str) -> None:
     for pipe in (0, 1):
         os.close(pipe)  # only the pool and the user's process may keep them open
     if limit:
-        signal.setitimer(signal.ITIMER_REAL, MEASURE_S, MEASURE_S)
+        signal.setitimer(signal.ITIMER_REAL, MEASURE_S)
     status = _wait(child, limit=limit)
     if cgroup:
         with suppress(OSError):  # the pool was faster
@@ -107,12 +107,20 @@ def _wait(child: int, *, limit: int) -> int:
     """Return the wait status of the child when it exits. Return 0 on SIGTERM, and the wait status of an exit with
     OVER_MEMORY if the descendants exceed the memory limit. Other processes that end are reaped during the wait."""
     while (received := signal.sigwait(_SIGNALS)) != signal.SIGTERM:
-        if received == signal.SIGALRM and exceeds(child, limit):
-            return OVER_MEMORY << 8
+        if received == signal.SIGALRM:
+            if exceeds(child, limit, is_over=_is_to_end):
+                return OVER_MEMORY << 8
+            # Only now: of several signals, `sigwait` takes SIGALRM first, which would be there whenever many processes
+            # take longer to measure than MEASURE_S.
+            signal.setitimer(signal.ITIMER_REAL, MEASURE_S)
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == child:
                 return ended[1]
     return 0
+
+
+def _is_to_end() -> bool:
+    return signal.SIGTERM in signal.sigpending()
 
 
 def _kill_descendants() -> None:
@@ -121,11 +129,11 @@ def _kill_descendants() -> None:
         for child in children(os.getpid()):
             os.kill(child, signal.SIGKILL)  # its id is not reused before this process waits for it
         try:
-            ended, _ = os.waitpid(-1, os.WNOHANG)
+            while os.waitpid(-1, os.WNOHANG)[0]:  # all that have ended, as a list of many takes long
+                pass
         except ChildProcessError:  # there are none
             return
-        if not ended:
-            time.sleep(_POLL_S)
+        time.sleep(_POLL_S)
 
 
 def _exit_like(status: int) -> None:

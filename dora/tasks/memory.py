@@ -10,17 +10,23 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from itertools import takewhile
 
 #: The kernel lists the children of each thread: 0.02 ms, against some ms to search all processes of the host.
 _HAS_LISTS = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def exceeds(parent: int, limit: int) -> bool:
-    """Return whether the descendants of `parent` hold more than `limit` bytes of memory together."""
+def exceeds(parent: int, limit: int, *, is_over: Callable[[], bool] = lambda: False) -> bool:
+    """Return whether the descendants of `parent` hold more than `limit` bytes of memory together.
+
+    PSS takes some ms for each process, so of many it may take seconds: `is_over` ends that, once it returns True.
+    """
     below = descendants(parent)
-    return sum(map(_resident, below)) > limit and sum(map(_proportional, below)) > limit
+    going = takewhile(lambda _: not is_over(), below)
+    return sum(map(_resident, below)) > limit and sum(map(_proportional, going)) > limit
 
 
 def descendants(parent: int) -> list[int]:

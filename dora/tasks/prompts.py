@@ -449,12 +449,11 @@ def _messages(value: object, *, where: str) -> list[dict[str, str]]:
 
 def _column(row: Row, name: str, *, where: str, field: str) -> Any:
     if name not in row:
-        near = get_close_matches(name, row, n=1)
+        present = sorted(map(str, row))  # rows of a function may have other keys
+        near = get_close_matches(name, present, n=1)
         meant = f"; did you mean '{near[0]}'?" if near else ""
         none = '; if rows have no answer: answer = ""' if field == "answer" else ""
-        raise ConfigError(
-            f"{where}: no column '{name}' (set as '{field}'){meant}; present: {', '.join(sorted(row))}{none}"
-        )
+        raise ConfigError(f"{where}: no column '{name}' (set as '{field}'){meant}; present: {', '.join(present)}{none}")
     return row[name]
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -58,17 +59,19 @@ class Tokenizer:
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`. `special_tokens`: add the tokenizer's special tokens (BOS); rendered chats already
-        contain them."""
+        contain them. ConfigError if the tokenizer of the folder cannot encode it."""
         if _SPELLED in text:
             return self._encode_spelled(text)
-        ids: list[int] = self._codec.encode(text, add_special_tokens=special_tokens).ids
+        with self._named("encode a text"):
+            ids: list[int] = self._codec.encode(text, add_special_tokens=special_tokens).ids
         return ids
 
     def _encode_spelled(self, text: str) -> list[int]:
         """Return the ids of a rendered chat, in which every other part spells a control token."""
         ids: list[int] = []
-        for number, part in enumerate(text.split(_SPELLED)):
-            ids += self._plain.encode(part) if number % 2 else self.encode(part, special_tokens=False)
+        with self._named("encode a text"):
+            for number, part in enumerate(text.split(_SPELLED)):
+                ids += self._plain.encode(part) if number % 2 else self.encode(part, special_tokens=False)
         return ids
 
     def as_text(self, message: Message) -> Message:
@@ -76,13 +79,21 @@ class Tokenizer:
         kept = {**message}
         for name in ("content", "reasoning_content"):
             if isinstance(text := message.get(name), str):
-                kept[name] = self._plain.mark(text)
+                with self._named("normalize a text"):
+                    kept[name] = self._plain.mark(text)
         return kept
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
-        """Return the text of `ids`; rewards receive it without special tokens."""
-        text: str = self._codec.decode(list(ids), skip_special_tokens=not special_tokens)
+        """Return the text of `ids`; rewards receive it without special tokens. ConfigError if the tokenizer of the
+        folder cannot decode them."""
+        with self._named("decode an answer"):
+            text: str = self._codec.decode(list(ids), skip_special_tokens=not special_tokens)
         return text
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        with _of_file(self.folder / "tokenizer.json", f"cannot {what}"):
+            yield
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token of the vocabulary."""
@@ -151,12 +162,11 @@ def load_tokenizer(folder: Path, *, thinking: bool | None = None) -> Tokenizer:
             f"model.path: {folder} has no tokenizer.json; write one with "
             "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
         )
-    try:
+    with _of_file(file, "is not a tokenizer"):
         codec = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as err:  # the Rust side raises bare Exception
-        raise ConfigError(f"model.path: {file} is not a tokenizer ({err})") from err
-    codec.no_truncation()
-    codec.no_padding()
+        codec.no_truncation()
+        codec.no_padding()
+        plain = _Plain(codec)
     settings = _read_json(folder / "tokenizer_config.json")
     source, file = _template_source(folder, settings)
     if thinking is not None and "enable_thinking" not in source:
@@ -169,8 +179,22 @@ def load_tokenizer(folder: Path, *, thinking: bool | None = None) -> Tokenizer:
         _codec=codec,
         _template=ChatTemplate(source, file) if source else None,
         _special_tokens=special,
-        _plain=_Plain(codec),
+        _plain=plain,
     )
+
+
+@contextmanager
+def _of_file(file: Path, what: str) -> Iterator[None]:
+    """Turn an error of the package `tokenizers` into a ConfigError. Most are bare Exceptions; a panic of its Rust side,
+    which files of others can cause, is not even one."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except BaseException as err:
+        if not isinstance(err, Exception) and type(err).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"model.path: {file} {what} ({err}); replace it") from err
 
 
 def _read_json(path: Path) -> dict[str, Any]:

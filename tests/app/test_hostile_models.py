@@ -236,6 +236,11 @@ def test_a_config_of_endless_layers_is_refused_before_it_is_built(folder: Path, 
     assert "num_hidden_layers is 1000000000; no model has more than 10,000 layers" in refusal(folder)
 
 
+def test_a_number_of_layers_that_fits_no_float_is_refused(folder: Path) -> None:
+    change(folder, num_hidden_layers=10**400)
+    assert "num_hidden_layers is huge; no model has more than 10,000 layers" in refusal(folder)
+
+
 def test_a_config_that_takes_endless_memory_or_time_costs_a_process_of_its_own(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,16 @@ async def test_an_answer_that_the_server_cut_short_is_not_a_finished_one(
     assert tokens.token_ids == TOKENS
 
 
+async def test_an_answer_that_goes_on_beyond_its_budget_is_refused_there(
+    server: ScriptedServer, client: EngineClient
+) -> None:
+    tokens = Tokens()
+    server.streams(FIRST, SECOND, LAST, DONE)
+    with pytest.raises(ProtocolError, match="an answer of more than the 2 tokens asked for"):
+        await client.generate(server.url, replace(REQUEST, max_new_tokens=2), tokens)
+    assert tokens.token_ids == TOKENS[:2]
+
+
 async def test_the_request_says_everything_and_leaves_nothing_to_defaults(
     server: ScriptedServer, client: EngineClient
 ) -> None:
@@ -139,7 +149,7 @@ async def test_an_unreachable_server_is_one_line_that_names_it(unused_url: str, 
         await client.weight_version(unused_url)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1:8000", "http://", ""])
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1:8000", "http://", "http://a..b:8000", ""])
 async def test_an_invalid_url_is_a_config_error(client: EngineClient, url: str) -> None:
     with pytest.raises(ConfigError, match="not a server URL"):
         await client.generate(url, REQUEST, Tokens())
@@ -212,6 +222,16 @@ async def test_a_server_that_speaks_something_else_is_a_protocol_error(
         url = f"http://127.0.0.1:{mail.sockets[0].getsockname()[1]}"
         with pytest.raises(ProtocolError, match="not an HTTP answer"):
             await client.weight_version(url)
+
+
+async def test_an_answer_to_a_control_call_has_a_limit(
+    server: ScriptedServer, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.says("/server_info", {"version": "0" * 100_000})
+    assert len((await client.server_info(server.url))["version"]) == 100_000
+    monkeypatch.setattr("dora.engine.sglang.client.MAX_ANSWER_BYTES", 100_000)
+    with pytest.raises(ProtocolError, match=r"the answer to /server_info has more than 100,000 bytes"):
+        await client.server_info(server.url)
 
 
 @pytest.mark.parametrize(

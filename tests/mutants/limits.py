@@ -20,7 +20,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "shared-memory-counts-many-times",
-            " and sum(map(_proportional, below)) > limit",
+            " and sum(map(_proportional, going)) > limit",
             "",
             "test_memory_that_processes_share_counts_once",
         ),

@@ -212,6 +212,8 @@ async def test_a_status_server_stops_listening_when_it_is_left(middle: Snapshot)
 async def test_an_invalid_address_is_a_config_error():
     with pytest.raises(ConfigError, match="not an address; write it as http://"):
         await fetch("127.0.0.1:8421")
+    with pytest.raises(ConfigError, match=r"http://a\.\.b/status: no answer \(.*label empty or too long"):
+        await fetch("http://a..b")
 
 
 async def test_another_server_is_not_mistaken_for_a_run(middle: Snapshot):

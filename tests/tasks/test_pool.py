@@ -120,6 +120,14 @@ def children_share(answer):
             signal.pause()
     subprocess.run(["sleep", answer])
     return 1.0
+def many_share(answer):
+    hoard = take(200)
+    for _ in range(100):
+        if os.fork() == 0:
+            os.setsid()
+            signal.pause()
+    open(answer, "w").write(f"{os.getpid()}")
+    return 1.0
 def token(answer): return float("DORA_TOKEN" in os.environ)
 def holds(answer):
     links = [f"/proc/self/fd/{number}" for number in range(256)]
@@ -256,6 +264,15 @@ async def test_what_a_grader_starts_counts_towards_its_memory_even_in_other_sess
 async def test_memory_that_processes_share_counts_once():
     async with pool_of(memory_mb=768) as pool:
         assert await pool.grade(ask("children_share", "1")) == Graded(1.0, (("pool_rewards:grade", 1.0),))
+
+
+async def test_many_processes_whose_memory_takes_long_to_measure_end_with_their_grader(module):
+    async with pool_of(memory_mb=1024) as pool:
+        assert isinstance(await pool.grade(ask("many_share", str(module / "pid"))), Graded)
+        grader = psutil.Process(int((module / "pid").read_text()))
+        left = [grader.pid, *(child.pid for child in grader.children())]
+        assert len(left) == 101
+    until_gone(left)
 
 
 @pytest.mark.usefixtures("module")

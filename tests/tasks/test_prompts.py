@@ -1,4 +1,5 @@
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -327,6 +328,12 @@ def test_a_row_that_cannot_be_a_prompt_is_named_with_what_is_wrong(open_with, tm
         open_with(SourceConfig(kind="jsonl", path=path, **columns), chat_template=bool(columns))
 
 
+def test_a_row_whose_columns_are_not_named_by_text_is_one_line(open_with, tmp_path, module_of_rows):
+    (tmp_path / f"{module_of_rows}.py").write_text("def numbered():\n    return [{1: 'p', 'answer': 'a'}]\n")
+    with pytest.raises(ConfigError, match=r"numbered row 0: no column 'prompt' .*; present: 1, answer"):
+        open_with(SourceConfig(kind="function", name=f"{tmp_path / module_of_rows}.py:numbered"))
+
+
 @pytest.mark.parametrize("chat_template", [True, False])
 @pytest.mark.parametrize(
     "row",
@@ -338,6 +345,31 @@ def test_half_of_a_character_in_a_row_is_one_line_that_names_the_row(open_with, 
     source = SourceConfig(kind="function", name=f"{module_of_rows}:given", options=options)
     with pytest.raises(ConfigError, match=r"given row 0: a text has a lone surrogate, which is not a character"):
         open_with(source, chat_template=chat_template)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_an_image_in_a_row_of_a_data_set_is_not_opened(open_with, tmp_path, monkeypatch, is_nested):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    image, shown = datasets.Image(), {"path": "/nowhere.png", "bytes": None}
+    kind = datasets.List({"image": image}) if is_nested else image
+    rows = {"prompt": ["p"], "answer": ["a"], "shown": [[{"image": shown}] if is_nested else shown]}
+    text = datasets.Value("string")
+    features = datasets.Features({"prompt": text, "answer": text, "shown": kind})
+    stored = pyarrow.table(rows, schema=features.arrow_schema)  # the schema names the types
+    (tmp_path / "set").mkdir()
+    parquet.write_table(stored, tmp_path / "set" / "train.parquet")
+    prompt = open_with(SourceConfig(kind="datasets", path=str(tmp_path / "set"))).at(0)
+    assert prompt.metadata["shown"] == rows["shown"][0]
+
+
+def test_of_a_card_of_any_size_no_more_than_the_limit_is_read(open_with, tmp_path):
+    pytest.importorskip("datasets")
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    (tmp_path / "README.md").touch()
+    os.truncate(tmp_path / "README.md", 1 << 40)
+    with pytest.raises(ConfigError, match=r"README\.md: has more than 4,194,304 bytes; it was not read"):
+        open_with(SourceConfig(kind="datasets", path=str(tmp_path)))
 
 
 def test_a_template_that_rejects_a_row_names_both(open_with, tmp_path, model_folder):

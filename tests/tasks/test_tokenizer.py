@@ -97,3 +97,54 @@ def test_a_folder_without_a_tokenizer_says_how_to_get_one(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="is not a tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def _with_tokenizer(model_folder: Path, tmp_path: Path, **changed) -> Path:
+    folder = _copy(model_folder, tmp_path)
+    content = json.loads((folder / "tokenizer.json").read_bytes())
+    (folder / "tokenizer.json").write_text(json.dumps(content | changed))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {
+            "model": {
+                "type": "BPE",
+                "vocab": {"a": 0, "b": 1, "ab": 2},
+                "merges": ["a b"],
+                "continuing_subword_prefix": "##",
+            }
+        },
+    ],
+    ids=["normalizer", "merges"],
+)
+def test_a_tokenizer_in_which_rust_panics_is_one_line(model_folder, tmp_path, changed):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer \(.+\); replace it$"):
+        load_tokenizer(_with_tokenizer(model_folder, tmp_path, **changed))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}},
+        {"model": {"type": "Unigram", "vocab": [["a", -1.0]], "unk_id": None}},
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8="}},
+    ],
+    ids=["unknown word", "unknown piece", "panic", "panic of the normalizer"],
+)
+def test_a_text_that_a_tokenizer_cannot_encode_is_one_line(model_folder, tmp_path, changed):
+    with pytest.raises(
+        ConfigError, match=r"model\.path: .+ (is not a tokenizer|cannot encode a text) \(.+\); replace it$"
+    ):
+        load_tokenizer(_with_tokenizer(model_folder, tmp_path, **changed)).encode("word", special_tokens=False)
+
+
+def test_an_answer_that_a_tokenizer_cannot_decode_is_one_line(model_folder, tmp_path):
+    decoder = {"type": "Strip", "content": "a", "start": 5, "stop": 5}
+    tokenizer = load_tokenizer(_with_tokenizer(model_folder, tmp_path, decoder=decoder))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot decode an answer \(.+\); replace it$"):
+        tokenizer.decode(tokenizer.encode("a", special_tokens=False))

@@ -44,8 +44,11 @@ from dora.routing import Chosen
 
 CONTROL_ATTEMPTS: Final = 3
 RETRY_DELAY_S: Final = 0.05  # doubled after each attempt
+#: Largest answer to a control call. The arguments of a server take some KB, log-probs of a long prompt a few MB.
+MAX_ANSWER_BYTES: Final = 64 * 2**20
 
-_NOT_A_URL: Final = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError)
+#: The last one is raised for hosts of which no name server can be asked, such as `a..b`.
+_NOT_A_URL: Final = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError, UnicodeError)
 
 
 class EngineClient:
@@ -100,7 +103,9 @@ class EngineClient:
         After any error, the delivered tokens are valid and the request can be resumed from them.
         """
         self._check(request)
-        parser = StreamParser(url, on_tokens, max_event_bytes=routing.max_event_bytes(request))
+        parser = StreamParser(
+            url, on_tokens, max_tokens=request.max_new_tokens, max_event_bytes=routing.max_event_bytes(request)
+        )
         async with self._streams:
             post = await self._patience.until_connected(
                 lambda: open_post(
@@ -376,7 +381,7 @@ class EngineClient:
                 while True:
                     try:
                         return await self._send(method, url, path, body)
-                    except (aiohttp.ClientError, ConnectionError) as err:
+                    except (aiohttp.ClientError, ConnectionError, UnicodeError) as err:
                         attempt, error = attempt + 1, _error_of(url, err)
                         if attempt == attempts or not isinstance(error, RemoteError):
                             raise error from err
@@ -388,14 +393,19 @@ class EngineClient:
         async with self._session.request(
             method, url.rstrip("/") + path, json=body, headers=self._headers(url), allow_redirects=False
         ) as response:
-            return response.status, await response.read()
+            answer = bytearray()
+            async for part in response.content.iter_any():  # never more than a few MB, even of a compressed answer
+                answer += part
+                if len(answer) > MAX_ANSWER_BYTES:
+                    raise ProtocolError(f"{url}: the answer to {path} has more than {MAX_ANSWER_BYTES:,} bytes")
+            return response.status, bytes(answer)
 
     def _headers(self, url: str) -> dict[str, str]:
         key = self.keys.get(url, self._api_key)
         return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _error_of(url: str, err: aiohttp.ClientError | ConnectionError) -> DoraError:
+def _error_of(url: str, err: aiohttp.ClientError | ConnectionError | UnicodeError) -> DoraError:
     if isinstance(err, _NOT_A_URL):
         return ConfigError(f"{url}: not a server URL; write it as http://HOST:PORT")
     if isinstance(err, aiohttp.ClientConnectorError):

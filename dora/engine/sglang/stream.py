@@ -77,12 +77,25 @@ _MAX_FLOAT32: Final = 3.4028234e38
 class StreamParser:
     """The parser of one stream: `feed` it the bytes, `close` it at their end."""
 
-    __slots__ = ("_max_event_bytes", "_num_tokens", "_on_tokens", "_result", "_source", "_unfinished", "routed")
+    __slots__ = (
+        "_max_event_bytes",
+        "_max_tokens",
+        "_num_tokens",
+        "_on_tokens",
+        "_result",
+        "_source",
+        "_unfinished",
+        "routed",
+    )
 
-    def __init__(self, source: str, on_tokens: OnTokens, *, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
+    def __init__(
+        self, source: str, on_tokens: OnTokens, *, max_tokens: int = 2**31, max_event_bytes: int = MAX_EVENT_BYTES
+    ) -> None:
+        """`max_tokens`: what was asked for; an answer that goes on is refused from there on."""
         self.routed: msgspec.Raw | None = None  #: JSON of the choice of experts in the last chunk (routing.py)
         self._source = source  # URL of the server, for error messages
         self._max_event_bytes = max_event_bytes
+        self._max_tokens = max_tokens
         self._on_tokens = on_tokens
         self._unfinished = bytearray()  # an incomplete line
         self._num_tokens = 0
@@ -130,6 +143,8 @@ class StreamParser:
         if meta.completion_tokens != self._num_tokens + len(triples):
             triples = self._new_triples(meta, triples)
         if triples:
+            if self._num_tokens + len(triples) > self._max_tokens:
+                raise ProtocolError(f"{self._source}: an answer of more than the {self._max_tokens} tokens asked for")
             self._num_tokens += len(triples)
             logprobs, token_ids, _ = zip(*triples)  # noqa: B905  all are triples
             if min(token_ids) < 0 or min(logprobs) < -_MAX_FLOAT32 or max(logprobs) > _MAX_FLOAT32:
