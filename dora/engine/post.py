@@ -142,7 +142,8 @@ def _split(url: str) -> tuple[SplitResult, str, int]:
     try:
         parts = urlsplit(url)
         port = parts.port or _PORTS[parts.scheme]
-    except (KeyError, ValueError):
+        (parts.hostname or "").encode("idna")
+    except (KeyError, ValueError):  # a UnicodeError is a ValueError
         port = 0
     if not port or parts.scheme not in _PORTS or not parts.hostname or not url.isascii():
         raise ConfigError(f"{url}: not a server URL; write it as http://HOST:PORT")

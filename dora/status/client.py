@@ -67,7 +67,7 @@ async def _send(
             if len(body) > MAX_STATUS_BYTES:
                 raise RemoteError(f"{address}: answered more than {MAX_STATUS_BYTES:,} bytes; is this a run's address?")
             return answer.status, body
-    except (aiohttp.ClientConnectionError, aiohttp.InvalidURL) as err:
+    except (aiohttp.ClientConnectionError, aiohttp.InvalidURL, UnicodeError) as err:
         why = (err.os_error.strerror or err.os_error) if isinstance(err, aiohttp.ClientConnectorError) else err
         raise ConfigError(f"{address}: no answer ({why}); is the run alive, and is this its status address?") from err
     except TimeoutError as err:

@@ -139,7 +139,7 @@ async def test_an_unreachable_server_is_one_line_that_names_it(unused_url: str, 
         await client.weight_version(unused_url)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1:8000", "http://", ""])
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1:8000", "http://", "http://a..b:80", ""])
 async def test_an_invalid_url_is_a_config_error(client: EngineClient, url: str) -> None:
     with pytest.raises(ConfigError, match="not a server URL"):
         await client.generate(url, REQUEST, Tokens())

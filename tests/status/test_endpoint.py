@@ -222,6 +222,12 @@ async def test_another_server_is_not_mistaken_for_a_run(middle: Snapshot):
             await fetch(f"{server.url}/healthz?")
 
 
+@pytest.mark.parametrize("url", ["http://a..b:8421", f"http://{'a' * 64}:8421"])
+async def test_a_name_that_no_host_can_have_has_no_answer(url: str):
+    with pytest.raises(ConfigError, match=rf"^{url}/status: no answer .*; is the run alive, and is this its status"):
+        await fetch(url)
+
+
 async def test_a_request_to_a_server_that_does_not_answer_times_out():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"

@@ -45,7 +45,8 @@ from dora.routing import Chosen
 CONTROL_ATTEMPTS: Final = 3
 RETRY_DELAY_S: Final = 0.05  # doubled after each attempt
 
-_NOT_A_URL: Final = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError)
+#: UnicodeError: no name of a host has such a label.
+_NOT_A_URL: Final = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError, UnicodeError)
 
 
 class EngineClient:
@@ -376,7 +377,7 @@ class EngineClient:
                 while True:
                     try:
                         return await self._send(method, url, path, body)
-                    except (aiohttp.ClientError, ConnectionError) as err:
+                    except (aiohttp.ClientError, ConnectionError, UnicodeError) as err:
                         attempt, error = attempt + 1, _error_of(url, err)
                         if attempt == attempts or not isinstance(error, RemoteError):
                             raise error from err
@@ -395,7 +396,7 @@ class EngineClient:
         return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _error_of(url: str, err: aiohttp.ClientError | ConnectionError) -> DoraError:
+def _error_of(url: str, err: aiohttp.ClientError | ConnectionError | UnicodeError) -> DoraError:
     if isinstance(err, _NOT_A_URL):
         return ConfigError(f"{url}: not a server URL; write it as http://HOST:PORT")
     if isinstance(err, aiohttp.ClientConnectorError):
