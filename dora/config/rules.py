@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 #: The address of a server, and the address on which the controller listens (ZeroMQ resolves wildcards and interfaces).
 _SERVER_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
-_LISTEN_ADDRESS = re.compile(r"tcp://\S+:(\d+|\*)")
+_LISTEN_ADDRESS = re.compile(r"tcp://\S+:(?:(\d{1,5})|\*)")
+_MAX_PORT = 65_535
 #: The index of a prompt's source is one byte.
 _MAX_SOURCES = 256
 #: Placeholders that `engine.command` may use.
@@ -46,6 +47,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _reward_problems(config)
     yield from _environment_problems(config)
     yield from _tracking_problems(config)
+    yield from _path_problems(config)
 
 
 def _algorithm_problems(config: Config) -> Iterator[str]:
@@ -168,8 +170,13 @@ def _address_problems(config: Config) -> Iterator[str]:
         yield f"engine.urls: {url} is listed twice; a server is one instance and holds one version at a time"
     if not config.num_instances and not config.nodes.expected:
         yield "engine.instances: 0 leaves the run without a server; raise it or give engine.urls"
-    if not _LISTEN_ADDRESS.fullmatch(config.trainer.address):
+    if not _may_listen(config.trainer.address):
         yield f"trainer.address: cannot listen on {config.trainer.address}; write it as tcp://HOST:PORT"
+
+
+def _may_listen(address: str) -> bool:
+    found = _LISTEN_ADDRESS.fullmatch(address)
+    return found is not None and int(found[1] or 0) <= _MAX_PORT
 
 
 def _rank_problems(config: Config) -> Iterator[str]:
@@ -216,7 +223,7 @@ def _node_problems(config: Config) -> Iterator[str]:
     nodes, training = config.nodes, config.num_training_nodes
     if not nodes.expected:
         return
-    if not _LISTEN_ADDRESS.fullmatch(nodes.address):
+    if not _may_listen(nodes.address):
         yield f"nodes.address: cannot listen on {nodes.address}; write it as tcp://HOST:PORT"
     if config.max_nodes < nodes.expected:
         yield f"nodes.max: {nodes.max} is less than nodes.expected ({nodes.expected})"
@@ -349,6 +356,18 @@ def _tracking_problems(config: Config) -> Iterator[str]:
             yield f"tracking.trackers: no tracker '{name}'; use {', '.join(_TRACKERS)} or FILE.py:Class"
     for title in sorted({title for title in titles if titles.count(title) > 1}):
         yield f"tracking.trackers: {title} is listed twice"
+
+
+def _path_problems(config: Config) -> Iterator[str]:
+    folders = {
+        "run.folder": config.run.folder,
+        "weights.memory_folder": config.weights.memory_folder,
+        "nodes.checkpoints": config.nodes.checkpoints,
+        "nodes.tls": config.nodes.tls,
+    }
+    for field, folder in folders.items():
+        if folder is not None and folder.parts[:1] == ("~",):
+            yield f"{field}: {folder} would be below a folder named ~ here; write the path in full"
 
 
 def _task_set_problems(config: Config) -> Iterator[str]:

@@ -69,7 +69,7 @@ def test_a_set_value_is_toml_or_else_text(override: str, value: object):
     section, _, name = override.partition("=")[0].partition(".")
     if value is None:
         assert refused(override) == [
-            f'--set {override}: run.name: got "a=b", expected text that matches ^[A-Za-z0-9_.-]+$'
+            f'--set {override}: run.name: got "a=b", expected text that matches ^[A-Za-z0-9_-][A-Za-z0-9_.-]*$'
         ]
         return
     assert getattr(getattr(load(None, [override], environ={}), section), name) == value
@@ -175,10 +175,38 @@ def test_every_problem_has_a_line_of_its_own_and_its_own_origin(tmp_path: Path):
         ("engine.urls=http://a", 'got "http://a", expected a list'),
         ("engine.path_map=3", "got 3, expected a table"),
         ("run=3", "got 3, expected a table"),
+        ("nodes.train=-1", "got -1, expected a number of nodes or 'auto'"),
+        ("nodes.train=all", "got \"all\", expected a number of nodes or 'auto'"),
+        ("trainer.betas=[0.9, 0.95, 0.99]", "got [0.9, 0.95, 0.99], expected at most 2 items"),
+        ("run.seed=9223372036854775808", "an integer has at most 64 bits"),
+        ("task.sources.0.options.max_terms=-9223372036854775809", "an integer has at most 64 bits"),
     ],
 )
 def test_a_wrong_type_names_the_given_value_and_the_expected_type(override: str, wanted: str):
     assert refused(override) == [f"--set {override}: {override.partition('=')[0]}: {wanted}"]
+
+
+def test_an_item_that_is_missing_is_named():
+    override = "--set trainer.betas=[0.9]"
+    assert refused("trainer.betas=[0.9]") == [f"{override}: trainer.betas.1: is missing"]
+
+
+def test_a_name_with_dots_is_no_path_of_tables():
+    """Python's dicts and quoted keys of TOML may have one."""
+    with pytest.raises(ConfigError) as caught:
+        load({"run.steps": 3}, environ={})
+    says = 'unknown key "run.steps": a name has no dots; nest the tables, as in run = { steps = ... }'
+    assert str(caught.value) == says
+
+
+@pytest.mark.parametrize("key", ["run.folder", "weights.memory_folder", "nodes.checkpoints", "nodes.tls"])
+def test_a_home_folder_that_no_shell_has_expanded_is_refused(key: str):
+    assert refused(f"{key}=~/runs") == [f"{key}: ~/runs would be below a folder named ~ here; write the path in full"]
+
+
+def test_the_id_of_a_run_does_not_begin_with_a_dot():
+    (line,) = refused("run.name=.hidden")
+    assert line.startswith('--set run.name=.hidden: run.name: got ".hidden", expected text that matches ')
 
 
 @pytest.mark.parametrize(
@@ -236,6 +264,7 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
             "engine.urls: 10.0.0.5:30000 is not a server address",
         ),
         (["trainer.address=0.0.0.0:5000"], "trainer.address: cannot listen on 0.0.0.0:5000; write it as tcp://"),
+        (["trainer.address=tcp://0.0.0.0:65536"], "trainer.address: cannot listen on tcp://0.0.0.0:65536; write it as"),
         (
             ["engine.instances=0", "rollout.strategy=sync"],
             "engine.instances: 0 leaves the run without a server; raise it or give engine.urls",
@@ -447,7 +476,7 @@ def test_a_preset_that_the_file_would_hide_is_refused(tmp_path: Path):
     assert refused("objective.preset=gspo", path=path) == [
         f"--set objective.preset=gspo: {path} gives objective.advantage, objective.aggregation, objective.loss.kind, "
         "objective.loss.ratio, objective.loss.clip_low, objective.loss.clip_high, which would take precedence over "
-        "those of the preset; remove them from the file, or set them too"
+        "those of the preset; remove them there, or set them too"
     ]
     keys = [
         "objective.advantage=grpo",
@@ -457,6 +486,11 @@ def test_a_preset_that_the_file_would_hide_is_refused(tmp_path: Path):
     config = load(path, ["objective.preset=gspo", *keys, "objective.weight=none"], environ={})
     assert config.objective == load(None, ["objective.preset=gspo"], environ={}).objective
     assert load(path, ["objective.preset=dr_grpo"], environ={}).objective.preset == "dr_grpo"
+
+
+def test_a_preset_that_tables_would_hide_is_refused_without_a_file_to_name():
+    with pytest.raises(ConfigError, match=r"^--set objective\.preset=dapo: the configuration gives objective\.loss"):
+        load({"objective": {"loss": {"kind": "cispo"}}}, ["objective.preset=dapo"], environ={})
 
 
 def test_a_preset_of_the_file_may_be_set_again(tmp_path: Path):
