@@ -310,17 +310,25 @@ def add_secrets(data: dict[str, Any], environ: Mapping[str, str]) -> None:
 
 
 def read_secret(variable: str, environ: Mapping[str, str]) -> str | None:
-    """Return a variable, or the text of the file that `<variable>_FILE` names, without surrounding space."""
-    if value := environ.get(variable):
-        return value
+    """Return a variable, or the text of the file that `<variable>_FILE` names, without surrounding space; ConfigError
+    if it is not a line of text."""
+    if value := environ.get(variable, "").strip():
+        return _line(value, source=variable)
     if not (file := environ.get(f"{variable}_FILE")):
         return None
     try:
         with open(file, encoding="utf-8") as secret:
-            return secret.read(MAX_SECRET_BYTES).strip() or None
+            text = secret.read(MAX_SECRET_BYTES).strip()
     except (OSError, UnicodeDecodeError) as err:
         reason = err.strerror if isinstance(err, OSError) else "not UTF-8 text"
         raise ConfigError(f"{variable}_FILE: {file} cannot be read ({reason})") from err
+    return _line(text, source=f"{variable}_FILE: {file}") or None
+
+
+def _line(secret: str, *, source: str) -> str:
+    if not secret.isprintable():  # no header can hold it
+        raise ConfigError(f"{source}: a secret is one line, without control characters")
+    return secret
 
 
 def _environment(field: FieldInfo) -> str:

@@ -168,6 +168,8 @@ def _address_problems(config: Config) -> Iterator[str]:
             yield f"engine.urls: {url} is not a server address; write it as http://HOST:PORT"
     for url in sorted({url for url in config.engine.urls if config.engine.urls.count(url) > 1}):
         yield f"engine.urls: {url} is listed twice; a server is one instance and holds one version at a time"
+    if config.engine.api_key is not None and not config.engine.api_key.isascii():
+        yield "engine.api_key: servers compare keys of ASCII characters only; set another DORA_ENGINE_API_KEY"
     if not config.num_instances and not config.nodes.expected:
         yield "engine.instances: 0 leaves the run without a server; raise it or give engine.urls"
     if not _may_listen(config.trainer.address):

@@ -397,6 +397,35 @@ def test_secrets_come_from_the_environment():
     assert (config.engine.api_key, config.trainer.token) == ("k", "t")
 
 
+def test_space_around_a_secret_is_no_part_of_it(tmp_path: Path):
+    """Many tools end a secret with a line break."""
+    file = tmp_path / "token"
+    file.write_text("b\n")
+    config = load(None, environ={"DORA_ENGINE_API_KEY": " a\n", "DORA_TOKEN": "\n", "DORA_TOKEN_FILE": str(file)})
+    assert (config.engine.api_key, config.trainer.token) == ("a", "b")
+
+
+@pytest.mark.parametrize("text", ["a\nb", "a\x00b", "a\x1bb"])
+def test_a_secret_that_is_no_line_of_text_is_refused_and_not_shown(text: str, tmp_path: Path):
+    file = tmp_path / "token"
+    file.write_text(text)
+    says = "a secret is one line, without control characters"
+    for environ, source in (
+        ({"DORA_STATUS_TOKEN": text}, "DORA_STATUS_TOKEN"),
+        ({"DORA_STATUS_TOKEN_FILE": str(file)}, f"DORA_STATUS_TOKEN_FILE: {file}"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load(None, environ=environ)
+        assert str(caught.value) == f"{source}: {says}"
+
+
+def test_a_key_that_no_server_would_recognize_is_refused_and_not_shown():
+    with pytest.raises(ConfigError) as caught:
+        load(None, environ={"DORA_ENGINE_API_KEY": "schlüssel"})
+    says = "engine.api_key: servers compare keys of ASCII characters only; set another DORA_ENGINE_API_KEY"
+    assert str(caught.value) == says
+
+
 def test_secrets_in_a_file_or_a_command_line_are_refused(tmp_path: Path):
     wanted = ["engine.api_key: is a secret; set it only in the environment variable DORA_ENGINE_API_KEY"]
     assert refused("engine.api_key=k") == wanted
