@@ -308,6 +308,8 @@ def _source_problems(config: Config) -> Iterator[str]:
                 yield f"{field}.options: kind 'datasets' has none; use subset, split and revision"
         elif source.subset or source.revision:
             yield f"{field}: subset and revision are for kind 'datasets', not for '{source.kind}'; remove them"
+        if source.kind not in ("datasets", "verifiers") and source.split != "train":
+            yield f"{field}.split: is for kinds 'datasets' and 'verifiers', not for '{source.kind}'; remove it"
     if config.task.revisit_share < 1 and not config.rollout.filter_zero_variance:
         yield (
             "task.revisit_share: rollout.filter_zero_variance = false trains groups of equal rewards, so no row is "

@@ -317,6 +317,10 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
         ),
         (["eval.sets.1.samples=2"], "eval.sets: two sets are named 'heldout'"),
         (
+            ["eval.sets.0.source={kind='jsonl', path='rows.jsonl', split='test'}"],
+            "eval.sets.0.source.split: is for kinds 'datasets' and 'verifiers', not for 'jsonl'; remove it",
+        ),
+        (
             ["task.rewards.1.sources=['easy']", "task.sources.0.label=simple"],
             "task.rewards.1.sources: no source is labelled 'easy'; labels are simple",
         ),
