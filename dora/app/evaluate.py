@@ -35,16 +35,23 @@ class NamedVersion(NamedTuple):
         return with_weights(self.run, self.version, self.store)
 
 
-def version_named(name: str) -> NamedVersion | None:
-    """Return the version that RUN or RUN@VERSION names; None if it does not name a run."""
+def run_named(name: str) -> tuple[RunFolder, str] | None:
+    """Return the run that RUN or RUN@VERSION names, and VERSION or ""; None if it does not name a run."""
     run, _, version = name.rpartition("@")
     if RunFolder(Path(name)).journal.is_file():
         run, version = name, ""
     elif not run or not RunFolder(Path(run)).journal.is_file():
         return None
+    return RunFolder.open(Path(run)), version
+
+
+def version_named(name: str) -> NamedVersion | None:
+    """Return the version that RUN or RUN@VERSION names; None if it does not name a run."""
+    if (named := run_named(name)) is None:
+        return None
+    folder, version = named
     if version and not version.isdecimal():
         raise ConfigError(f"--model {name}: {version!r} is not the number of a version; write it as RUN@VERSION")
-    folder = RunFolder.open(Path(run))
     chosen, store = stored_version(folder, VersionId(int(version)) if version else None, option=f"--model {name}")
     if damaged := store.differing(chosen):
         raise ConfigError(f"--model {name}: {damaged} does not match its checksum: version {chosen} is damaged")

@@ -219,7 +219,8 @@ def accept(recorded: Recorded, config: Config, settings: Settings, *, is_accepte
         raise ConfigError(f"run.steps: the run has {recorded.settings.steps} steps; the number can only be raised")
     before = recorded.configuration
     if fixed:
-        keys = _keys_that_change(_decisions, before, config) or ["eval.sets"]
+        told = "run.steps" if "groups_per_step" in fixed else "eval.sets"  # a rollout alone has one step, of all groups
+        keys = _keys_that_change(_decisions, before, config) or [told]
         raise ConfigError(f"--resume: {', '.join(keys)} cannot change within a run; start a new one for that")
     found = changes(before, config)
     kept = {"task.revisit_share"} | ({"run.seed"} if before.task.revisit_share < 1 else set())

@@ -172,6 +172,7 @@ _WITHOUT_EFFECT = (
     "activation_checkpointing",
     "compile",
     "serves_adapters",
+    "sends_logprobs",
     "max_staleness",
     "checkpoint_every",
     "copies",

@@ -197,7 +197,7 @@ def evaluate(
             trust_folder=trust_folder,
             into=into,
         )
-    elif config is not None or model is not None or urls or samples is not None or prompts is not None or of_task:
+    elif of_task or any((config, model, urls, samples, prompts, data, prompt, answer, reward)):
         raise ConfigError("--resume: an evaluation keeps its own configuration; omit CONFIG.toml and other options")
     else:
         continue_evaluation(resume, settings, trust_folder=trust_folder)

@@ -21,7 +21,7 @@ def serve(model: Path, **options: Any) -> None:
     from dora.app.fetch import fetch_model  # imports the configuration, which ranks and senders do not need
     from dora.embedded.server import ServeOptions, run_server
 
-    api_key = os.environ.get(SERVE_KEY) or None
+    api_key = os.environ.get(SERVE_KEY, "").strip() or None  # as the run reads its own
     if api_key is None:
         _require_local(options["host"])
         tell(f"{SERVE_KEY} is not set: every user of this machine can control this server")

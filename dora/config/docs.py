@@ -28,9 +28,9 @@ A run starts from the defaults below, overlaid by its TOML file (`dora run job.t
 `--set section.key=value`. The value of `--set` is parsed as TOML, or taken as text if it is not valid TOML. List items
 are addressed by index (`eval.sets.0.prompts=64`); the first index past the end appends an item. A `--set` of
 `objective.loss.kind` replaces the loss of the file with its options. Unknown keys, wrong types and contradictions are
-reported, one line each, before anything starts. Relative paths are relative to the working directory of `dora`. The run
-folder keeps the result as `config.toml`. Secrets are read from environment variables only and are never written to a
-file.
+reported, one line each, before anything starts. Relative paths are relative to the working directory of `dora`, also in
+a resume. The run folder keeps the result as `config.toml`. Secrets are read from environment variables only (or, with
+_FILE appended to the name, from the file that the variable names) and are never written to a file.
 
 These options of `dora run`, `dora check`, `dora eval` and `dora init` stand for settings:
 

@@ -39,6 +39,7 @@ _WANTED = {
     "tuple_type": "a list",
     "dict_type": "a table",
     "model_type": "a table",
+    "too_long": "at most {max_length} items",
     "path_type": "a path",
     "greater_than_equal": "at least {ge:g}",
     "greater_than": "more than {gt:g}",
@@ -132,12 +133,25 @@ def validated(
     """Return the tables as a model; ConfigError has all problems."""
     try:
         # Strict JSON mode accepts lists for tuples and text for paths, but not text for numbers.
-        return model.model_validate_json(json.dumps(data, default=str), strict=True)
+        text = json.dumps(data, default=str)
+        if large := [_where(key, origins=origins or {}, path=path) + key for key in _large_integers(data)]:
+            raise ConfigError(*(f"{line}: an integer has at most 64 bits" for line in large))
+        return model.model_validate_json(text, strict=True)
     except ValidationError as err:
         lines = [line for problem in err.errors() for line in _describe(problem, origins=origins or {}, path=path)]
         raise ConfigError(*lines) from None
     except (ValueError, RecursionError):
         raise ConfigError(f"{path or '--set'}: a number has too many digits, or tables are nested too deeply") from None
+
+
+def _large_integers(value: Any, key: str = "") -> Iterator[str]:
+    """Yield the keys of integers that neither TOML nor the messages to ranks can hold."""
+    if isinstance(value, Mapping | list):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for name, inner in items:
+            yield from _large_integers(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        yield key
 
 
 def parse(text: str) -> Config:
@@ -215,8 +229,8 @@ def _refuse_hidden_preset(given: Any, objective: Any, *, origins: Mapping[str, s
     if hidden:
         keys = ", ".join(f"objective.{key}" for key in hidden)
         raise ConfigError(
-            f"{origins['objective.preset']}: {path} gives {keys}, which would take precedence over those of the "
-            "preset; remove them from the file, or set them too"
+            f"{origins['objective.preset']}: {path or 'the configuration'} gives {keys}, which would take precedence "
+            "over those of the preset; remove them there, or set them too"
         )
 
 
@@ -296,17 +310,25 @@ def add_secrets(data: dict[str, Any], environ: Mapping[str, str]) -> None:
 
 
 def read_secret(variable: str, environ: Mapping[str, str]) -> str | None:
-    """Return a variable, or the text of the file that `<variable>_FILE` names, without surrounding space."""
-    if value := environ.get(variable):
-        return value
+    """Return a variable, or the text of the file that `<variable>_FILE` names, without surrounding space; ConfigError
+    if it is not a line of text."""
+    if value := environ.get(variable, "").strip():
+        return _line(value, source=variable)
     if not (file := environ.get(f"{variable}_FILE")):
         return None
     try:
         with open(file, encoding="utf-8") as secret:
-            return secret.read(MAX_SECRET_BYTES).strip() or None
+            text = secret.read(MAX_SECRET_BYTES).strip()
     except (OSError, UnicodeDecodeError) as err:
         reason = err.strerror if isinstance(err, OSError) else "not UTF-8 text"
         raise ConfigError(f"{variable}_FILE: {file} cannot be read ({reason})") from err
+    return _line(text, source=f"{variable}_FILE: {file}") or None
+
+
+def _line(secret: str, *, source: str) -> str:
+    if not secret.isprintable():  # no header can hold it
+        raise ConfigError(f"{source}: a secret is one line, without control characters")
+    return secret
 
 
 def _environment(field: FieldInfo) -> str:
@@ -333,7 +355,6 @@ def state_folder(environ: Mapping[str, str]) -> Path:
 
 def _describe(problem: ErrorDetails, *, origins: Mapping[str, str], path: Path | None) -> list[str]:
     """Describe a pydantic error, in one line unless it comes from the checks across sections."""
-    where = f"{path}: " if path is not None else ""
     loc = _without_tag(problem["loc"])
     value = problem["input"]
     kind = problem["type"]
@@ -343,19 +364,36 @@ def _describe(problem: ErrorDetails, *, origins: Mapping[str, str], path: Path |
         loc, value = (*loc, "kind"), value.get("kind")
     key = ".".join(map(str, loc))
     if not key:
-        return [where + line for line in str(problem["ctx"]["error"]).splitlines()]
-    for overridden, override in origins.items():
-        if f"{key}.".startswith(f"{overridden}.") or f"{overridden}.".startswith(f"{key}."):
-            where = f"{override}: "
+        return [_where("", origins={}, path=path) + line for line in str(problem["ctx"]["error"]).splitlines()]
+    where = _where(key, origins=origins, path=path)
     if kind == "extra_forbidden" and key in _NOT_OF_LORA:
         return [f"{where}{key}: not supported, because {_NOT_OF_LORA[key]}; remove it"]
+    if kind == "extra_forbidden" and "." in (name := str(loc[-1])):
+        return [f'{where}unknown key "{name}": a name has no dots; nest the tables, as in {_nested(name)}']
     if kind == "extra_forbidden":
         return [f"{where}unknown key {key}; {_nearest(key, loc=problem['loc'])}"]
+    if kind == "missing":
+        return [f"{where}{key}: is missing"]
     if kind == "value_error":
         return [f"{where}{key}: {problem['ctx']['error']}"]
     wanted = _WANTED.get(kind, problem["msg"]).format(**problem.get("ctx", {}))
     meant = _meant(value, choices=wanted) if kind in _ONE_OF else ""
     return [f"{where}{key}: got {_shown(value)}, expected {wanted}{meant}"]
+
+
+def _where(key: str, *, origins: Mapping[str, str], path: Path | None) -> str:
+    """Return the beginning of a line about a key: the last --set that gave it or a part of it, or else the file."""
+    given = [f"{override}: " for overridden, override in origins.items() if _overlap(overridden, key)]
+    return given[-1] if given else f"{path}: " if path is not None else ""
+
+
+def _overlap(one: str, other: str) -> bool:
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def _nested(name: str) -> str:
+    *tables, last = name.split(".")
+    return f"{' = { '.join((*tables, last))} = ...{' }' * len(tables)}"
 
 
 def dotted(problem: ErrorDetails) -> str:

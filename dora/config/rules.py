@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 #: The address of a server, and the address on which the controller listens (ZeroMQ resolves wildcards and interfaces).
 _SERVER_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
-_LISTEN_ADDRESS = re.compile(r"tcp://\S+:(\d+|\*)")
+_LISTEN_ADDRESS = re.compile(r"tcp://\S+:(?:(\d{1,5})|\*)")
+_MAX_PORT = 65_535
 #: The index of a prompt's source is one byte.
 _MAX_SOURCES = 256
 #: Placeholders that `engine.command` may use.
@@ -46,6 +47,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _reward_problems(config)
     yield from _environment_problems(config)
     yield from _tracking_problems(config)
+    yield from _path_problems(config)
 
 
 def _algorithm_problems(config: Config) -> Iterator[str]:
@@ -166,10 +168,17 @@ def _address_problems(config: Config) -> Iterator[str]:
             yield f"engine.urls: {url} is not a server address; write it as http://HOST:PORT"
     for url in sorted({url for url in config.engine.urls if config.engine.urls.count(url) > 1}):
         yield f"engine.urls: {url} is listed twice; a server is one instance and holds one version at a time"
+    if config.engine.api_key is not None and not config.engine.api_key.isascii():
+        yield "engine.api_key: servers compare keys of ASCII characters only; set another DORA_ENGINE_API_KEY"
     if not config.num_instances and not config.nodes.expected:
         yield "engine.instances: 0 leaves the run without a server; raise it or give engine.urls"
-    if not _LISTEN_ADDRESS.fullmatch(config.trainer.address):
+    if not _may_listen(config.trainer.address):
         yield f"trainer.address: cannot listen on {config.trainer.address}; write it as tcp://HOST:PORT"
+
+
+def _may_listen(address: str) -> bool:
+    found = _LISTEN_ADDRESS.fullmatch(address)
+    return found is not None and int(found[1] or 0) <= _MAX_PORT
 
 
 def _rank_problems(config: Config) -> Iterator[str]:
@@ -216,7 +225,7 @@ def _node_problems(config: Config) -> Iterator[str]:
     nodes, training = config.nodes, config.num_training_nodes
     if not nodes.expected:
         return
-    if not _LISTEN_ADDRESS.fullmatch(nodes.address):
+    if not _may_listen(nodes.address):
         yield f"nodes.address: cannot listen on {nodes.address}; write it as tcp://HOST:PORT"
     if config.max_nodes < nodes.expected:
         yield f"nodes.max: {nodes.max} is less than nodes.expected ({nodes.expected})"
@@ -299,6 +308,8 @@ def _source_problems(config: Config) -> Iterator[str]:
                 yield f"{field}.options: kind 'datasets' has none; use subset, split and revision"
         elif source.subset or source.revision:
             yield f"{field}: subset and revision are for kind 'datasets', not for '{source.kind}'; remove them"
+        if source.kind not in ("datasets", "verifiers") and source.split != "train":
+            yield f"{field}.split: is for kinds 'datasets' and 'verifiers', not for '{source.kind}'; remove it"
     if config.task.revisit_share < 1 and not config.rollout.filter_zero_variance:
         yield (
             "task.revisit_share: rollout.filter_zero_variance = false trains groups of equal rewards, so no row is "
@@ -349,6 +360,18 @@ def _tracking_problems(config: Config) -> Iterator[str]:
             yield f"tracking.trackers: no tracker '{name}'; use {', '.join(_TRACKERS)} or FILE.py:Class"
     for title in sorted({title for title in titles if titles.count(title) > 1}):
         yield f"tracking.trackers: {title} is listed twice"
+
+
+def _path_problems(config: Config) -> Iterator[str]:
+    folders = {
+        "run.folder": config.run.folder,
+        "weights.memory_folder": config.weights.memory_folder,
+        "nodes.checkpoints": config.nodes.checkpoints,
+        "nodes.tls": config.nodes.tls,
+    }
+    for field, folder in folders.items():
+        if folder is not None and folder.parts[:1] == ("~",):
+            yield f"{field}: {folder} would be below a folder named ~ here; write the path in full"
 
 
 def _task_set_problems(config: Config) -> Iterator[str]:

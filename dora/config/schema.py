@@ -6,10 +6,11 @@ in `dora/config/rules.py`. The defaults describe the embedded default job.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from dora.config.rules import problems
 from dora.core.strategies import MAX_GROUP_SIZE, MAX_RANKS, MAX_STALENESS, Rules, rules_of
@@ -44,11 +45,19 @@ def secret(variable: str) -> Any:
     return Field(default=None, exclude=True, repr=False, json_schema_extra={"environment": variable})
 
 
+def _number_or_auto(given: Any) -> Any:
+    """Refuse other values in one line, where pydantic would have one for each alternative."""
+    if given != "auto" and (not isinstance(given, int) or isinstance(given, bool) or given < 0):
+        raise ValueError(f"got {json.dumps(given)}, expected a number of nodes or 'auto'")
+    return given
+
+
 class RunConfig(Section):
     """The job as a whole."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = "dora"
-    """First part of the run id `<name>-<time>-<random digits>`. Letters, digits, `-`, `_` and `.` are allowed."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$")] = "dora"
+    """First part of the run id `<name>-<time>-<random digits>`. Letters, digits, `-`, `_` and `.` are allowed, but no
+    `.` at its beginning."""
     folder: Path = Path("runs")
     """Folder in which run folders are created."""
     group: str | None = None
@@ -586,7 +595,7 @@ class NodesConfig(Section):
     instances, have joined. 0: everything runs on this host."""
     max: Annotated[int, Field(ge=1, le=MAX_NODES)] | None = None
     """Maximum number of nodes; more than `expected` may join and leave while the run goes on. Unset: `expected`."""
-    train: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    train: Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], BeforeValidator(_number_or_auto)] = "auto"
     """Number of nodes with trainer ranks and no servers. `auto`: as many as `trainer.ranks` need with `gpus` each, or
     one on the CPU. 0: the ranks run on this host."""
     gpus: Positive = 8

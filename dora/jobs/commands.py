@@ -13,7 +13,7 @@ import msgspec
 import tomli_w
 
 from dora import foreign
-from dora.app.evaluate import evaluation_name
+from dora.app.evaluate import evaluation_name, run_named
 from dora.config.load import dump
 from dora.errors import ConfigError
 from dora.jobs.rows import Rows
@@ -86,17 +86,23 @@ def evaluate(
     """Score a model without training it, as `dora eval` does, and return the contents of its results.json, and its
     `folder`.
 
-    `model`: a folder, a hub id, or a run, whose newest version is scored.
+    `model`: a folder, a hub id, or a run, whose newest version is scored, without `config` as its own configuration
+    says.
     """
     if samples is not None and samples < 1:
         raise ConfigError(f"samples: {samples} is not a number of answers; use at least 1")
-    made = configuration(config, settings)
+    name = None if model is None else str(model.folder if isinstance(model, Run) else model)
+    run = run_named(name) if name is not None and config is None else None
+    made = configuration(config if run is None else run[0].config, {**settings, "run__steps": 0})
     folder = reserve(made.model_copy(update={"run": evaluation_name(made.run)}))
     options = [part for url in urls for part in ("--url", url)]
     options += ["--samples", str(samples)] if samples is not None else []
-    if model is not None:
-        options += ["--model", str(model.folder if isinstance(model, Run) else model)]
-    start_run(folder, ["eval", str(folder.config), "--into", str(folder.root), *options]).wait()
+    options += ["--model", name] if name is not None else []
+    if run is None:
+        options.append(str(folder.config))
+    else:  # the command refuses what another user has written
+        options += [part for override in as_overrides(settings) for part in ("--set", override)]
+    start_run(folder, ["eval", "--into", str(folder.root), *options]).wait()
     results: dict[str, Any] = _read(folder.root / "results.json")
     return {**results, "folder": folder.root}
 

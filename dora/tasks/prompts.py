@@ -13,6 +13,7 @@ its prompt. The mixture stays the same.
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from bisect import bisect_right
 from collections import Counter
@@ -530,5 +531,7 @@ def _same_rows(left: SourceConfig, right: SourceConfig) -> bool:
     """Return whether two finite sources have the same rows. Generators separate their splits themselves."""
     if left.kind in ("arithmetic", "reasoning_gym", "seeds"):
         return False
+    if left.kind in ("jsonl", "parquet") and left.path is not None and right.path is not None:
+        return left.kind == right.kind and os.path.realpath(left.path) == os.path.realpath(right.path)
     keys = [(s.kind, s.name, s.path, s.subset, s.split, s.revision, repr(s.options)) for s in (left, right)]
     return keys[0] == keys[1]

@@ -102,7 +102,7 @@ def _arithmetic(config: SourceConfig, *, field: str, seed: int, split: Split) ->
 
     try:
         row(0)
-    except (TypeError, ValueError) as err:
+    except (TypeError, ValueError, ConfigError) as err:
         raise ConfigError(f"{field}.options: {err}") from err
     return _generator("arithmetic", row)
 

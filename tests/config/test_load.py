@@ -69,7 +69,7 @@ def test_a_set_value_is_toml_or_else_text(override: str, value: object):
     section, _, name = override.partition("=")[0].partition(".")
     if value is None:
         assert refused(override) == [
-            f'--set {override}: run.name: got "a=b", expected text that matches ^[A-Za-z0-9_.-]+$'
+            f'--set {override}: run.name: got "a=b", expected text that matches ^[A-Za-z0-9_-][A-Za-z0-9_.-]*$'
         ]
         return
     assert getattr(getattr(load(None, [override], environ={}), section), name) == value
@@ -175,10 +175,38 @@ def test_every_problem_has_a_line_of_its_own_and_its_own_origin(tmp_path: Path):
         ("engine.urls=http://a", 'got "http://a", expected a list'),
         ("engine.path_map=3", "got 3, expected a table"),
         ("run=3", "got 3, expected a table"),
+        ("nodes.train=-1", "got -1, expected a number of nodes or 'auto'"),
+        ("nodes.train=all", "got \"all\", expected a number of nodes or 'auto'"),
+        ("trainer.betas=[0.9, 0.95, 0.99]", "got [0.9, 0.95, 0.99], expected at most 2 items"),
+        ("run.seed=9223372036854775808", "an integer has at most 64 bits"),
+        ("task.sources.0.options.max_terms=-9223372036854775809", "an integer has at most 64 bits"),
     ],
 )
 def test_a_wrong_type_names_the_given_value_and_the_expected_type(override: str, wanted: str):
     assert refused(override) == [f"--set {override}: {override.partition('=')[0]}: {wanted}"]
+
+
+def test_an_item_that_is_missing_is_named():
+    override = "--set trainer.betas=[0.9]"
+    assert refused("trainer.betas=[0.9]") == [f"{override}: trainer.betas.1: is missing"]
+
+
+def test_a_name_with_dots_is_no_path_of_tables():
+    """Python's dicts and quoted keys of TOML may have one."""
+    with pytest.raises(ConfigError) as caught:
+        load({"run.steps": 3}, environ={})
+    says = 'unknown key "run.steps": a name has no dots; nest the tables, as in run = { steps = ... }'
+    assert str(caught.value) == says
+
+
+@pytest.mark.parametrize("key", ["run.folder", "weights.memory_folder", "nodes.checkpoints", "nodes.tls"])
+def test_a_home_folder_that_no_shell_has_expanded_is_refused(key: str):
+    assert refused(f"{key}=~/runs") == [f"{key}: ~/runs would be below a folder named ~ here; write the path in full"]
+
+
+def test_the_id_of_a_run_does_not_begin_with_a_dot():
+    (line,) = refused("run.name=.hidden")
+    assert line.startswith('--set run.name=.hidden: run.name: got ".hidden", expected text that matches ')
 
 
 @pytest.mark.parametrize(
@@ -236,6 +264,7 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
             "engine.urls: 10.0.0.5:30000 is not a server address",
         ),
         (["trainer.address=0.0.0.0:5000"], "trainer.address: cannot listen on 0.0.0.0:5000; write it as tcp://"),
+        (["trainer.address=tcp://0.0.0.0:65536"], "trainer.address: cannot listen on tcp://0.0.0.0:65536; write it as"),
         (
             ["engine.instances=0", "rollout.strategy=sync"],
             "engine.instances: 0 leaves the run without a server; raise it or give engine.urls",
@@ -287,6 +316,10 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
             "eval.sets.0: evaluates the built-in arithmetic, which is not the task",
         ),
         (["eval.sets.1.samples=2"], "eval.sets: two sets are named 'heldout'"),
+        (
+            ["eval.sets.0.source={kind='jsonl', path='rows.jsonl', split='test'}"],
+            "eval.sets.0.source.split: is for kinds 'datasets' and 'verifiers', not for 'jsonl'; remove it",
+        ),
         (
             ["task.rewards.1.sources=['easy']", "task.sources.0.label=simple"],
             "task.rewards.1.sources: no source is labelled 'easy'; labels are simple",
@@ -368,6 +401,35 @@ def test_secrets_come_from_the_environment():
     assert (config.engine.api_key, config.trainer.token) == ("k", "t")
 
 
+def test_space_around_a_secret_is_no_part_of_it(tmp_path: Path):
+    """Many tools end a secret with a line break."""
+    file = tmp_path / "token"
+    file.write_text("b\n")
+    config = load(None, environ={"DORA_ENGINE_API_KEY": " a\n", "DORA_TOKEN": "\n", "DORA_TOKEN_FILE": str(file)})
+    assert (config.engine.api_key, config.trainer.token) == ("a", "b")
+
+
+@pytest.mark.parametrize("text", ["a\nb", "a\x00b", "a\x1bb"])
+def test_a_secret_that_is_no_line_of_text_is_refused_and_not_shown(text: str, tmp_path: Path):
+    file = tmp_path / "token"
+    file.write_text(text)
+    says = "a secret is one line, without control characters"
+    for environ, source in (
+        ({"DORA_STATUS_TOKEN": text}, "DORA_STATUS_TOKEN"),
+        ({"DORA_STATUS_TOKEN_FILE": str(file)}, f"DORA_STATUS_TOKEN_FILE: {file}"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load(None, environ=environ)
+        assert str(caught.value) == f"{source}: {says}"
+
+
+def test_a_key_that_no_server_would_recognize_is_refused_and_not_shown():
+    with pytest.raises(ConfigError) as caught:
+        load(None, environ={"DORA_ENGINE_API_KEY": "schlüssel"})
+    says = "engine.api_key: servers compare keys of ASCII characters only; set another DORA_ENGINE_API_KEY"
+    assert str(caught.value) == says
+
+
 def test_secrets_in_a_file_or_a_command_line_are_refused(tmp_path: Path):
     wanted = ["engine.api_key: is a secret; set it only in the environment variable DORA_ENGINE_API_KEY"]
     assert refused("engine.api_key=k") == wanted
@@ -447,7 +509,7 @@ def test_a_preset_that_the_file_would_hide_is_refused(tmp_path: Path):
     assert refused("objective.preset=gspo", path=path) == [
         f"--set objective.preset=gspo: {path} gives objective.advantage, objective.aggregation, objective.loss.kind, "
         "objective.loss.ratio, objective.loss.clip_low, objective.loss.clip_high, which would take precedence over "
-        "those of the preset; remove them from the file, or set them too"
+        "those of the preset; remove them there, or set them too"
     ]
     keys = [
         "objective.advantage=grpo",
@@ -457,6 +519,11 @@ def test_a_preset_that_the_file_would_hide_is_refused(tmp_path: Path):
     config = load(path, ["objective.preset=gspo", *keys, "objective.weight=none"], environ={})
     assert config.objective == load(None, ["objective.preset=gspo"], environ={}).objective
     assert load(path, ["objective.preset=dr_grpo"], environ={}).objective.preset == "dr_grpo"
+
+
+def test_a_preset_that_tables_would_hide_is_refused_without_a_file_to_name():
+    with pytest.raises(ConfigError, match=r"^--set objective\.preset=dapo: the configuration gives objective\.loss"):
+        load({"objective": {"loss": {"kind": "cispo"}}}, ["objective.preset=dapo"], environ={})
 
 
 def test_a_preset_of_the_file_may_be_set_again(tmp_path: Path):

@@ -18,7 +18,7 @@ import pytest
 from dora.app import resume as resuming
 from dora.app.inputs import model_digest
 from dora.app.prepare import prepare
-from dora.app.settings import lineage_settings, settings_of
+from dora.app.settings import lineage_settings, rollout_only_settings, settings_of
 from dora.app.trust import require_trust
 from dora.config.load import dump, load, parse, state_folder
 from dora.config.schema import Config
@@ -299,6 +299,25 @@ def test_settings_that_decisions_depend_on_cannot_change(stopped: Stopped) -> No
     says = r"--resume: rollout\.max_staleness, trainer\.updates cannot change"
     with pytest.raises(ConfigError, match=says):
         resuming.accept(stopped.recorded, config, settings, is_accepted=True)
+
+
+def test_a_rollout_alone_says_that_its_number_of_steps_cannot_change(stopped: Stopped) -> None:
+    """It has the groups of all steps in one."""
+    stopped.copy()
+    config = load(None, [*stopped.world._overrides(), "run.steps=9"], environ={})
+    before, after = parse(stopped.recorded.config), settings_of(config, eval_prompt_tokens=())
+    recorded = replace(
+        stopped.recorded,
+        rollout_only=True,
+        settings=rollout_only_settings(settings_of(before, eval_prompt_tokens=())),
+    )
+    with pytest.raises(ConfigError, match=r"^--resume: run\.steps cannot change within a run; start a new one"):
+        resuming.accept(recorded, config, rollout_only_settings(after), is_accepted=True)
+
+
+def test_what_the_log_keeps_is_no_part_of_the_history() -> None:
+    found = {lineage_settings(load(None, [f"log.trajectories_per_step={n}"], environ={})) for n in (0, 4)}
+    assert len(found) == 1
 
 
 def test_steps_that_must_be_trained_again_are_trained_as_they_were(stopped: Stopped) -> None:

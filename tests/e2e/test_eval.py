@@ -157,6 +157,8 @@ def test_failures_are_counted_by_cause_and_are_not_zeros(tmp_path: Path) -> None
         (("--model", "{run}@new"), r"'new' is not the number of a version"),
         (("--resume", "{run}"), r"is a run that trains; continue it with dora run --resume"),
         (("--resume", "{run}", "--samples", "2"), r"--resume: an evaluation keeps its own configuration"),
+        (("--resume", "{run}", "--data", "rows.jsonl"), r"--resume: an evaluation keeps its own configuration"),
+        (("--resume", "{run}", "--reward", "math"), r"--resume: an evaluation keeps its own configuration"),
         (("--model", "{tmp}/nothing"), r"model.path: .*/nothing has no config.json"),
         (("--url", "http://127.0.0.1:9"), r"engine.urls: http://127.0.0.1:9 does not answer"),
         (("--set", "task.sources=[]", "--set", "eval.sets=[]"), r"task.sources: at least one source is needed"),

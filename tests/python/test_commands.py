@@ -14,6 +14,9 @@ import psutil
 import pytest
 
 import dora
+from dora.app.opening import publish_model
+from dora.seed.policy import path
+from dora.weights.store import VersionStore
 from tests.e2e.runs import heed_ctrl_c
 
 pytestmark = pytest.mark.deep
@@ -74,3 +77,14 @@ def test_evaluate_returns_the_results_and_their_folder(tmp_path: Path) -> None:
     assert dora.load(results["folder"]).status()["phase"] == "finished"
     assert re.search("heldout", repr(results))
     assert os.listdir(tmp_path) == [results["folder"].name]
+
+
+def test_a_run_is_evaluated_as_its_own_configuration_says(tmp_path: Path) -> None:
+    """With one server for K = 2, which only a run that trains could not do with."""
+    first = dora.evaluate(SMALL, model="seed", run__folder=tmp_path, rollout__max_staleness=2)
+    versions = first["folder"] / "versions"
+    publish_model(VersionStore(memory_root=versions, durable_root=versions), path())  # evaluations keep none
+    again = dora.evaluate(model=dora.load(first["folder"]))
+    assert again["folder"].parent == tmp_path.resolve()
+    assert again["sets"] == first["sets"]
+    assert len(dora.evaluate(model=first["folder"], eval__sets__0__prompts=3)["sets"][0]["rewards"]) == 3

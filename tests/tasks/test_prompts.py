@@ -221,6 +221,23 @@ def test_evaluating_on_the_training_file_is_refused(tokenizer, tmp_path):
         open_eval_prompts(EvalSetConfig(source=source), task=TaskConfig(sources=(source,)), tokenizer=tokenizer, seed=0)
 
 
+def test_the_training_file_is_recognized_by_another_path_and_whatever_a_file_does_not_read(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl")
+    (tmp_path / "link.jsonl").symlink_to(path)
+    trained = SourceConfig(kind="jsonl", path=path, options={"max_terms": 48})
+    for again in (SourceConfig(kind="jsonl", path=tmp_path / "link.jsonl"), SourceConfig(kind="jsonl", path=path)):
+        with pytest.raises(ConfigError, match=r"task\.sources\.0 trains on the same rows"):
+            open_eval_prompts(
+                EvalSetConfig(source=again), task=TaskConfig(sources=(trained,)), tokenizer=tokenizer, seed=0
+            )
+
+
+def test_an_option_that_the_arithmetic_refuses_is_named_by_its_key(tokenizer):
+    source = SourceConfig(options={"max_terms": 99})
+    with pytest.raises(ConfigError, match=r"^task\.sources\.0\.options: arithmetic: need 2 <= min_terms <= max_terms"):
+        open_stream(TaskConfig(sources=(source,)), tokenizer=tokenizer, seed=0)
+
+
 # --- rendering -----------------------------------------------------------------------------------------------------
 
 
