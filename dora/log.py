@@ -112,7 +112,7 @@ class _ToStructlog(logging.Handler):
         logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(record.name)
         level = min(record.levelno // 10 * 10, logging.CRITICAL)
         try:
-            message = record.getMessage()
+            event = record.getMessage()
         except Exception:  # noqa: BLE001 - a mistake of the library, which `logging` does not raise either
-            message = str(record.msg)
-        logger.log(level, message, library=record.name, exc_info=record.exc_info)
+            event = str(record.msg)
+        logger.log(level, event, library=record.name, exc_info=record.exc_info)

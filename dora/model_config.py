@@ -82,6 +82,8 @@ def load_config(folder: Path, *, field: str = "model.path") -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         text_config(config)
+    except MemoryError:  # in the process that has a limit
+        raise
     except Exception as err:  # anything that the class of a configuration raises
         raise ConfigError(f"{field}: {path} is not a configuration of a {kind}: {err}") from err
     return config
@@ -198,7 +200,8 @@ def _ask_child(folder: Path) -> Limits:
             check=False,
         )
         answer = child.stdout
-        reason = child.stderr.decode(errors="replace").strip().rpartition("\n")[2] if child.returncode > 0 else reason
+        said = child.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        reason = said if child.returncode > 0 and said != MemoryError.__name__ else reason
     try:
         found: Limits | _Problem = msgspec.json.decode(answer, type=Limits | _Problem)
     except msgspec.DecodeError:

@@ -37,7 +37,7 @@ from simulation_found import (
 from dora.sim.measure import Result
 
 DOCUMENTS: Final = ("README.md", "docs/SIMULATION.md", "docs/SCALE.md")
-_BLOCK: Final = re.compile(r"<!-- (\w+) -->\n(.*?)<!-- end -->\n", re.DOTALL)
+_BLOCK: Final = re.compile(r"<!-- (\w+) -->\n((?:(?!<!-- ).)*)<!-- end -->\n", re.DOTALL)
 
 
 def documents(rows: Sequence[SimulationRow]) -> dict[str, str]:

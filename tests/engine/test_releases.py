@@ -43,6 +43,12 @@ def replay(server: ScriptedServer, release: str, *names: str) -> None:
         server.answers[path] = _answering(by_method)
 
 
+def of_one_token(text: str) -> str:
+    """Return what the server would have answered to a request for one token."""
+    first = text.partition("\n\n")[0].replace('"finish_reason":null', '"finish_reason":{"type":"length","length":1}')
+    return f"{first}\n\ndata: [DONE]\n\n"
+
+
 def _answering(by_method: dict[str, dict[str, Any]]) -> Handler:
     async def answer(request: web.Request) -> web.StreamResponse:
         exchange = by_method[request.method]
@@ -85,6 +91,8 @@ async def test_the_probe_finds_what_the_release_can_do(
         *("/server_info", "/v1/loads", "/model_info", "answer"),
         *("/begin_weight_update exists", "/weights_checker exists"),
     )
+    answer = recorded(release)["answer"]  # to a request for more tokens than the probe asks for
+    server.answers[answer["path"]] = _answering({answer["method"]: {**answer, "text": of_one_token(answer["text"])}})
     found = await probe(client, server.url, timeout_s=10)
     assert replace(found, routing_doubt="") == Capabilities(
         release=release,
