@@ -104,7 +104,7 @@ class Learner(OneRankLearner):
             chosen = groups[update * share : (update + 1) * share]
             self.train(micro_batch(chosen, step=step, update=update, last=update == self._updates - 1))
         self.versions.forget_before(step + 1 - self._max_staleness)
-        return self.metrics
+        return self.metrics(step)
 
 
 def micro_batch(groups: Sequence[Group], *, step: int, update: int, last: bool) -> MicroBatch:

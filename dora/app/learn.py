@@ -16,11 +16,11 @@ from typing import Final
 import msgspec
 import torch
 
-from dora.app.inputs import Inputs, open_inputs
+from dora.app.inputs import Inputs, open_inputs, weights_digest
 from dora.app.settings import rollout_section, trainer_settings
 from dora.config.load import load
 from dora.config.schema import Config
-from dora.errors import ConfigError
+from dora.errors import ConfigError, RunFailed
 from dora.learning.learner import Learner, OneRank
 from dora.learning.progress import Progress
 from dora.learning.sampler import AnswerRequest, Sampler
@@ -40,12 +40,14 @@ class Point(msgspec.Struct, frozen=True):
 
     version: int
     at_s: float  #: virtual seconds
-    rewards: list[float]  #: of the held-out prompts, one set after the other; empty if the version was not evaluated
+    #: Of the held-out answers, one set after the other (nan: none could be given); empty if it was not evaluated.
+    rewards: list[float]
 
     @property
     def heldout(self) -> float | None:
-        """The mean reward; None if the version was not evaluated."""
-        return math.fsum(self.rewards) / len(self.rewards) if self.rewards else None
+        """The mean reward of the answers that have one; None if the version was not evaluated."""
+        given = [reward for reward in self.rewards if not math.isnan(reward)]
+        return (math.fsum(given) / len(given) if given else math.nan) if self.rewards else None
 
 
 class LearningCurve(msgspec.Struct, frozen=True):
@@ -95,12 +97,16 @@ def configured(path: Path, workload: Workload, overrides: Sequence[str] = (), *,
         raise ConfigError(f"{path}: task.revisit_share: simulations pass over no rows; leave it at 1")
     if not config.eval.sets:
         raise ConfigError(f"{path}: eval.sets: a curve needs a held-out set")
+    if any(reward.kind == "judge" for part in (config.task, *config.eval.sets) for reward in part.rewards):
+        raise ConfigError(f"{path}: rewards of kind judge: simulations ask no judge; use another kind")
     if workload.has_calls:
         named = "lengths.calls" if workload.lengths.calls else "tools.calls"
         raise ConfigError(f"{named}: a policy that learns makes no calls; remove them from the workload")
+    if not 0 < workload.lengths.scale < math.inf:
+        raise ConfigError("lengths.scale: a token must take as long as a finite number, above 0, of the workload")
     cap = max(1, round(config.rollout.max_new_tokens * workload.lengths.scale))
     fitted = workload.with_changes(job={"eval_samples": 0}, lengths={"regime": "A", "cap": cap})
-    return config, checked(fitted, origin=str(path))
+    return config, checked(fitted, origin=f"the workload, with the token budget of {path}")
 
 
 def learn(
@@ -124,7 +130,8 @@ def learn(
     points: list[Point] = []
     steps: list[dict[str, float]] = []
     scored = held_out(inputs)
-    about = "/".join((digest_of(workload, config, seed=seed), str(every), str(behind), torch.__version__))
+    digests = digest_of(workload, config, seed=seed), weights_digest(inputs)
+    about = "/".join((*digests, str(every), str(behind), torch.__version__))
     with OneRank(), closing(Progress(folder, about=about)) as saved:
         settings = trainer_settings(config, max_staleness=workload.settings().max_lag)
         learner = Learner(settings, model=inputs.model, folder=folder)
@@ -134,7 +141,7 @@ def learn(
 
         def published(version: int, at_s: float) -> None:
             if version:
-                steps.append(saved.recall(lambda: _without_times(learner.metrics), dict[str, float]))
+                steps.append(saved.recall(lambda: _without_times(learner.metrics(version - 1)), dict[str, float]))
             every_n = config.eval.every
             is_scored = version in (0, config.run.steps) or (every_n > 0 and version % every_n == 0)
             found = [
@@ -150,7 +157,12 @@ def learn(
 
         world = LearningWorld(workload, answers, learner, seed=seed, on_version=published)
         with closing(sampler):
-            world.run()
+            try:
+                world.run()
+            except RunFailed as err:
+                raise RunFailed(
+                    *str(err).split("\n"), *([f"grading: {sampler.failure}"] * bool(sampler.failure))
+                ) from err
     measure = world.measure
     return LearningCurve(
         workload.job.strategy,
@@ -193,8 +205,15 @@ def job_of(config: Config, inputs: Inputs, *, every: int = 1, behind: int = 0) -
 
 
 def held_out(inputs: Inputs) -> list[tuple[list[AnswerRequest], float]]:
-    """Return requests for each held-out set, and its temperature."""
+    """Return requests for each held-out set, all samples of a prompt side by side, and its temperature."""
     return [
-        ([AnswerRequest(prompt, derive_seed("eval", prompt.position)) for prompt in one.prompts], one.temperature)
-        for one in inputs.evaluations.sets
+        (
+            [
+                AnswerRequest(prompt, derive_seed("eval", prompt.position, *([n] * (n > 0))), held_out=index)
+                for prompt in one.prompts
+                for n in range(one.samples)
+            ],
+            one.temperature,
+        )
+        for index, one in enumerate(inputs.evaluations.sets)
     ]

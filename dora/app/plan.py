@@ -200,9 +200,7 @@ def _of_workload(workload: Workload, note: str, overrides: Sequence[str]) -> Que
 
 def _changed(workload: Workload, overrides: Sequence[str]) -> Workload:
     """Return the workload with the changes of --set, which may take away the devices of its split."""
-    fleet = workload.fleet
-    least = min(fleet.rollout_devices, fleet.devices_per_instance * (workload.rules.max_staleness + 1))
-    return with_overrides(workload.with_changes(fleet={"rollout_devices": least}), overrides) if overrides else workload
+    return with_overrides(workload, overrides, splits=False) if overrides else workload
 
 
 def _on_gpus(config: Config, gpus: Gpus, tables: dict[str, Any], *, origin: str) -> Question:

@@ -42,6 +42,8 @@ Weights = dict[str, Tensor]
 _LOST: Final = "although later ones were: answers that were saved are lost; delete the simulation's folder"
 #: Folder with the versions of a saved learner.
 VERSIONS: Final = "versions"
+#: File among them with metrics of the trainer.
+METRICS: Final = "metrics"
 
 
 class OneRank:
@@ -119,14 +121,30 @@ def gather(policy: Policy) -> Weights:
 
 
 class _Reports:
-    """In place of the connection to the controller: keeps the metrics of the last step."""
+    """In place of the connection to the controller: keeps the metrics of steps."""
 
     def __init__(self) -> None:
-        self.metrics: dict[str, float] = {}
+        self._metrics: dict[int, dict[str, float]] = {}
 
     def send(self, report: Any) -> None:
         if isinstance(report, StepDone):
-            self.metrics = report.metrics
+            self._metrics[report.step] = report.metrics
+
+    def take(self, step: int) -> dict[str, float] | None:
+        """Return the metrics of a step, and forget those before it."""
+        for old in [one for one in self._metrics if one < step]:
+            del self._metrics[old]
+        return self._metrics.get(step)
+
+    def save(self, folder: Path) -> None:
+        """Write what was not taken yet: the steps that were trained before their versions are published."""
+        files.replace(folder / METRICS, msgspec.msgpack.encode(self._metrics))
+
+    def load(self, folder: Path) -> None:
+        """Read what was written; nothing, if nothing was."""
+        if (folder / METRICS).exists():
+            with foreign.open_regular(folder / METRICS) as file:
+                self._metrics = msgspec.msgpack.decode(file.read(), type=dict[int, dict[str, float]])
 
 
 class _LearningRank(Trainer):
@@ -176,6 +194,7 @@ class Learner:
             with _readable(folder / VERSIONS):
                 files.make_folder(folder / VERSIONS, exist_ok=True)
                 self.versions.load(folder / VERSIONS, newest=self._trained)
+                self._reports.load(folder / VERSIONS)
         self._trainer.start()
 
     def train(self, batch: MicroBatch) -> None:
@@ -188,16 +207,17 @@ class Learner:
         if self._folder is None or self._trainer.next_step <= self._trained:
             return
         self.versions.save(self._folder / VERSIONS)
+        self._reports.save(self._folder / VERSIONS)
         self._trainer.save_now()
         keep_only(self._folder, [path.name for path in checkpoints_in(self._folder)[-1:]])
         self.versions.clean(self._folder / VERSIONS)
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The trainer's metrics of the last step."""
-        if not self._reports.metrics:
-            raise ConfigError(f"step {self._trained - 1}: its metrics were not saved, {_LOST}")
-        return self._reports.metrics
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return the trainer's metrics of a step, and forget those before it. Later steps may be trained by now."""
+        found = self._reports.take(step)
+        if found is None:
+            raise ConfigError(f"step {step}: its metrics were not saved, {_LOST}")
+        return found
 
 
 @contextmanager
@@ -205,7 +225,7 @@ def _readable(folder: Path) -> Iterator[None]:
     """Raise ConfigError for versions that cannot be read."""
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as err:
+    except (OSError, ValueError, SafetensorError, msgspec.MsgspecError) as err:
         raise ConfigError(
             f"{folder}: its versions cannot be read ({err}); delete the folder of the simulation"
         ) from err

@@ -8,6 +8,7 @@ came before the saved step.
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
@@ -21,24 +22,34 @@ T = TypeVar("T")
 
 #: Name of the file in the folder of a simulation.
 MADE: Final = "made"
+#: Name of the file that is locked while a simulation uses its folder.
+LOCK: Final = "lock"
 
 
 class Progress:
     """What was made, in order; kept in a folder, unless there is none."""
 
     def __init__(self, folder: Path | None, *, about: str) -> None:
-        """`about`: of what the simulation is. ConfigError if the folder has another one."""
+        """`about`: of what the simulation is. ConfigError if the folder has another one, or is in use."""
         self.folder = folder
         self._writer: FrameWriter | None = None
         self._known: Iterator[tuple[int, bytes]] = iter(())
         if folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (folder / LOCK).open("ab")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise ConfigError(f"{folder}: another process makes this simulation; wait for it, or end it") from None
         self._writer = FrameWriter(folder / MADE)  # cuts off what a crash has torn
         self._known = iter(FrameReader(folder / MADE))
         if self.recall(lambda: about, str) != about:
             self.close()
-            raise ConfigError(f"{folder}: is of another simulation, or of another version of torch; delete it")
+            raise ConfigError(
+                f"{folder}: is of another simulation, another model or another version of torch; delete it"
+            )
 
     def recall(self, make: Callable[[], T], kind: type[T]) -> T:
         """Return what was made at this place before, or make it, and wait until it is saved."""
@@ -55,6 +66,7 @@ class Progress:
         return made
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, and let others use the folder."""
         if self._writer is not None:
             self._writer.close()
+            self._lock.close()

@@ -7,6 +7,7 @@ same. Invariant: an answer is a function of the weights, of its prompt and seed,
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from dora.embedded.decoder import CausalDecoder
 from dora.embedded.generation import Generation, SamplingParams
 from dora.errors import RunFailed
 from dora.tasks.prompts import Prompt
-from dora.tasks.rewards import GradeRequest, build_scorer, total
+from dora.tasks.rewards import GradeRequest, RewardFailed, build_scorer, total
 from dora.tasks.tokenizer import Tokenizer
 
 #: Requests that decode together; more of them cost less per token, but answers of very different lengths leave early.
@@ -38,7 +39,7 @@ class RealAnswer:
     prompt: Prompt
     tokens: list[int]
     logprobs: list[float]
-    reward: float
+    reward: float  #: nan: none could be given
     truncated: bool
 
 
@@ -49,6 +50,7 @@ class AnswerRequest(NamedTuple):
     seed: int
     tokens: Sequence[int] = ()
     logprobs: Sequence[float] = ()  #: of `tokens`
+    held_out: int | None = None  #: the held-out set that it is of; None: it is for training
 
 
 class Sampler:
@@ -62,6 +64,14 @@ class Sampler:
         self._batcher = Batcher(self._decoder, slots=SLOTS, kv_tokens=kv_tokens)
         self._runner = asyncio.Runner()
         self._score = build_scorer(config.task.rewards, field="task.rewards", http_timeout_s=HTTP_S)
+        self._held_out = [
+            build_scorer(one.rewards, field=f"eval.sets.{index}.rewards", http_timeout_s=HTTP_S)
+            if one.rewards
+            else self._score
+            for index, one in enumerate(config.eval.sets)
+        ]
+        self._fails_truncated = config.objective.truncated == "fail"
+        self.failure = ""  #: why the last answer without a reward has none
 
     def close(self) -> None:
         """End the decoder's thread."""
@@ -106,17 +116,33 @@ class Sampler:
 
     def _graded(self, request: AnswerRequest, done: Generation) -> RealAnswer:
         prompt, tokens = request.prompt, [*request.tokens, *done.output_ids]
+        assert done.finish_reason is not None
+        truncated = done.finish_reason["type"] == "length"
         graded = GradeRequest(
             prompt=prompt.text,
             response=self._tokenizer.decode(tokens),
             answer=prompt.answer,
             metadata=prompt.metadata,
+            num_tokens=len(tokens),
+            max_tokens=self._max_new_tokens,
+            finish="length" if truncated else "stop",
+            source=prompt.label,
         )
-        assert done.finish_reason is not None
         return RealAnswer(
             prompt=prompt,
             tokens=tokens,
             logprobs=[*request.logprobs, *done.output_logprobs],
-            reward=total(self._score(graded)),
-            truncated=done.finish_reason["type"] == "length",
+            reward=self._reward(graded, held_out=request.held_out),
+            truncated=truncated,
         )
+
+    def _reward(self, graded: GradeRequest, *, held_out: int | None) -> float:
+        """Return the reward; nan if none can be given, as in a run."""
+        if held_out is None and self._fails_truncated and graded.finish == "length":
+            self.failure = "truncated: tokens"
+            return math.nan
+        try:
+            return total((self._score if held_out is None else self._held_out[held_out])(graded))
+        except RewardFailed as err:
+            self.failure = str(err)
+            return math.nan

@@ -14,6 +14,7 @@ admitted.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Final, NamedTuple
 
@@ -25,6 +26,7 @@ from dora.controller.trajectories import TrajectoryRecord
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import TrajectoryId, VersionId
+from dora.errors import ConfigError
 from dora.learning.learner import Learner, VersionsInMemory
 from dora.learning.progress import Progress
 from dora.learning.sampler import AnswerRequest, RealAnswer, Sampler
@@ -120,7 +122,12 @@ class RealAnswers:
         if not requests:
             return []
         heat = self._job.temperature if temperature < 0 else temperature
-        made = self._saved.recall(lambda: [*self._make(requests, version, heat)], list[_Made])
+        asked = hashlib.blake2b(b"".join(request.prompt.digest for request in requests), digest_size=8).digest()
+        answered, made = self._saved.recall(
+            lambda: (asked, [*self._make(requests, version, heat)]), tuple[bytes, list[_Made]]
+        )
+        if answered != asked:
+            raise ConfigError(f"{self._saved.folder}: has answers to other prompts, which have changed; delete it")
         return [RealAnswer(request.prompt, *one) for request, one in zip(requests, made, strict=True)]
 
     def _make(self, requests: Sequence[AnswerRequest], version: int, temperature: float) -> Iterator[_Made]:
@@ -176,7 +183,7 @@ def _record(answer: RealAnswer) -> TrajectoryRecord:
     record = TrajectoryRecord(answer.prompt)
     record.tokens.extend(answer.tokens)
     record.logprobs.extend(answer.logprobs)
-    record.reward = answer.reward
+    record.reward = None if math.isnan(answer.reward) else answer.reward
     record.truncated = "tokens" if answer.truncated else ""
     return record
 

@@ -28,7 +28,15 @@ _NEVER: Final = 1e12
 #: What becomes of the adapter that is trained. `none`: all weights are trained; `merged`: servers get the sum of
 #: weights and adapter; `served`: every server holds the adapters of all live versions side by side.
 AdapterUse = Literal["none", "merged", "served"]
-_AT_LEAST: Final = {"job.steps": 2, "job.group_size": 2, "job.groups_per_step": 1, "fleet.devices_per_instance": 1}
+_AT_LEAST: Final = {
+    "job.steps": 2,
+    "job.group_size": 2,
+    "job.groups_per_step": 1,
+    "fleet.devices_per_instance": 1,
+    "train.updates": 1,
+}
+#: Numbers that must be finite: simulations would not end, or count with them.
+_FINITE: Final = ("fleet.server.decode.", "fleet.server.prefill_s", "fleet.weight_bytes")
 _DIVISORS: Final = (
     *(
         "fleet.server.slots",
@@ -230,8 +238,13 @@ class Workload(_Part, frozen=True):
 
     @property
     def watchdog_s(self) -> float:
-        """Time without new tokens after which an instance is lost; unlimited if it shares devices with the trainer."""
-        return _NEVER if self.is_shared else max(120.0, 8 * self.fleet.report_s)
+        """Time without new tokens after which an instance is lost: longer than it may take to read all that its KV has
+        room for, and for a request to be answered; unlimited if it shares devices with the trainer."""
+        if self.is_shared:
+            return _NEVER
+        server, fleet = self.server, self.fleet
+        step_s = server.decode.step_s(num_requests=server.slots, num_tokens=server.kv_tokens)
+        return max(120.0, 8 * fleet.report_s, 2 * (step_s + server.prefill_s(server.kv_tokens) + fleet.answer_s))
 
     @property
     def grading_fails(self) -> bool:
@@ -367,15 +380,21 @@ def load(path: Path) -> Workload:
         raise ConfigError(f"{path}: {err}") from err
 
 
-def with_overrides(workload: Workload, overrides: Sequence[str]) -> Workload:
-    """Return the workload with the changes of `--set` options."""
+def with_overrides(workload: Workload, overrides: Sequence[str], *, splits: bool = True) -> Workload:
+    """Return the workload with the changes of `--set` options; without `splits`, at the smallest split that the changes
+    allow, unless they choose one."""
     data, origin = msgspec.to_builtins(workload), " ".join(f"--set {override}" for override in overrides)
     for override in overrides:
         set_key(data, override)
     try:
-        return checked(msgspec.convert(data, Workload), origin=origin)
+        changed = msgspec.convert(data, Workload)
     except (msgspec.ValidationError, RecursionError) as err:
         raise ConfigError(f"{origin}: {err}") from err
+    is_same = changed.fleet.rollout_devices == workload.fleet.rollout_devices
+    if not splits and is_same and changed.job.strategy in STRATEGIES:
+        least = changed.fleet.devices_per_instance * _least_instances(changed)
+        changed = changed.with_changes(fleet={"rollout_devices": least})
+    return checked(changed, origin=origin)
 
 
 def checked(workload: Workload, *, origin: str) -> Workload:
@@ -452,6 +471,7 @@ def _number_problems(workload: Workload) -> list[str]:
     found = [f"{name}: {value} is below 0" for name, value in numbers.items() if value < 0]
     found += [f"{name}: must be at least {least}" for name, least in _AT_LEAST.items() if numbers[name] < least]
     found += [f"{name}: must be above 0" for name in _DIVISORS if numbers[name] == 0]
+    found += [f"{name}: must be finite" for name, n in numbers.items() if name.startswith(_FINITE) and n == math.inf]
     if (drafts := workload.fleet.server.speculation) is not None and drafts.acceptance > 1:
         found.append("fleet.server.speculation.acceptance: must be at most 1")
     if workload.faults.push_failure_share >= 1:

@@ -204,7 +204,7 @@ class World:
         instance.incarnation += 1
         instance.up = True
         mean_h = self.workload.faults.instance_hours
-        if mean_h:
+        if 0 < mean_h < math.inf:
             self._at(self.random.expovariate(1 / (3600 * mean_h)), partial(self._lose, instance, instance.incarnation))
         server = instance.server
         return ev.InstanceUp(self.now, instance.id, instance.incarnation, server.slots, server.kv_tokens)

@@ -61,6 +61,13 @@ def test_drafts_that_the_file_does_not_have_are_in_the_plan(small: Path, tmp_pat
     assert speculation.acceptance == 0.5
 
 
+def test_a_fleet_that_has_no_room_for_the_split_of_the_file_is_planned(small: Path) -> None:
+    """The split of a plan is searched; that of the file is not kept."""
+    done = plan(small, "--widths", 1, "--set", "fleet.devices=2", "--set", "job.max_staleness=0")
+    assert done.exit_code == 0, done.output
+    assert "    fleet.rollout_devices = 1" in done.stdout.splitlines()
+
+
 def test_the_best_are_printed_with_the_lines_to_set(small: Path) -> None:
     done = plan(small)
     assert done.exit_code == 0, done.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
@@ -212,6 +213,25 @@ def test_a_torn_end_is_made_again_and_what_was_saved_is_not_made_again(tmp_path:
         assert [saved.recall(lambda: 7, int) for _ in range(3)] == [0, 1, 7]
 
 
+def test_a_folder_is_of_one_process_at_a_time(tmp_path: Path) -> None:
+    with closing(Progress(tmp_path, about="a")), pytest.raises(ConfigError, match="another process makes this simul"):
+        Progress(tmp_path, about="a")
+    Progress(tmp_path, about="a").close()
+
+
+def test_answers_to_rows_that_have_changed_are_not_used(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{n}+{n + 1}=", "answer": "{2 * n + 1}"}}\n' for n in range(1, 40)))
+    source = f'task.sources=[{{kind="jsonl", path="{rows}"}}]'
+    others = f'eval.sets=[{{name="held out", source={{kind="jsonl", path="{tmp_path / "held-out.jsonl"}"}}}}]'
+    (tmp_path / "held-out.jsonl").write_text('{"prompt": "3+3=", "answer": "6"}\n')
+    config, fitted = prepared(workload(steps=2), source, others, 'task.rewards=[{kind="math"}]')
+    learn(fitted, config, seed=0, show=str, folder=tmp_path / "saved")
+    rows.write_text(rows.read_text().replace('"1+2="', '"2+1="').replace('"5+6="', '"6+5="'))
+    with pytest.raises(ConfigError, match="saved: has answers to other prompts, which have changed; delete it"):
+        learn(fitted, config, seed=0, show=str, folder=tmp_path / "saved")
+
+
 def test_a_folder_of_another_simulation_is_refused(tmp_path: Path) -> None:
     Progress(tmp_path, about="a").close()
     with pytest.raises(ConfigError, match="is of another simulation"):
@@ -251,6 +271,57 @@ def test_weights_that_are_older_than_their_tag_teach_something_else() -> None:
     )
 
 
+def test_metrics_are_those_of_the_step_before_a_version_also_if_later_steps_are_trained_by_then() -> None:
+    """Versions take long to publish here, and two more steps are trained meanwhile."""
+    made = learned(workload(k=2, steps=4).with_changes(train={"publish_bytes_s": 1e8}))
+    drift = [step["all/log_ratio_abs_mean"] for step in made.steps]
+    assert drift[0] == pytest.approx(0.0, abs=1e-4)
+    assert len(set(drift)) == 4
+
+
+def test_rewards_receive_what_those_of_a_run_do(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def score(response, num_tokens, max_tokens, finish, source):\n"
+        "    return 1000 * num_tokens + max_tokens + 0.5 * (finish == 'length') + 0.25 * (source == 'easy')\n"
+        "def other(response): return -1.0\n"
+    )
+    mine = f'task.rewards=[{{kind="function", name="{file}:score"}}]'
+    theirs = f'eval.sets.0.rewards=[{{kind="function", name="{file}:other"}}]'
+    one = workload(steps=2)
+    for changes, expected in (((mine,), 0.25), ((mine, theirs), None)):
+        made = learned(one, 'task.sources.0.label="easy"', 'eval.sets.0.source.label="easy"', *changes)
+        rewards = made.points[0].rewards
+        if expected is None:
+            assert rewards == [-1.0] * 8
+            continue
+        lengths = [reward // 1000 for reward in rewards]
+        assert all(0 < length <= 24 for length in lengths)
+        for reward, length in zip(rewards, lengths, strict=True):
+            assert reward - 1000 * length - 24 in ({0.25, 0.75} if length == 24 else {0.25})
+
+
+def test_each_sample_of_a_held_out_prompt_is_another_answer() -> None:
+    made = learned(workload(steps=2), "eval.sets.0.samples=3", "eval.sets.0.temperature=1.0")
+    assert len(made.points[0].rewards) == 24
+    single = learned(workload(steps=2), "eval.sets.0.temperature=1.0")
+    assert made.points[0].rewards[::3] == single.points[0].rewards
+
+
+def test_a_reward_that_fails_counts_as_in_a_run(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def some(response):\n    assert sum(map(ord, response)) % 3\n    return 1.0\n"
+        "def none(response): raise ValueError('never right')\n"
+    )
+    made = learned(workload(steps=2), f'task.rewards=[{{kind="function", name="{file}:some"}}]')
+    rewards = [reward for point in made.points for reward in point.rewards]
+    assert any(map(math.isnan, rewards))
+    assert made.points[-1].heldout == 1.0
+    with pytest.raises(RunFailed, match="never right"):
+        learned(workload(steps=2), f'task.rewards=[{{kind="function", name="{file}:none"}}]')
+
+
 def test_longer_answers_take_longer() -> None:
     short, long = (learned(workload().with_changes(lengths={"scale": scale})) for scale in (10.0, 1000.0))
     assert long.step_s > 5 * short.step_s
@@ -269,6 +340,11 @@ def test_what_cannot_be_simulated_is_refused_by_name(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             prepared(workload(), *changes)
+    judge = 'task.rewards=[{kind="judge", url="http://127.0.0.1:1", name="m"}]'
+    with pytest.raises(ConfigError, match="rewards of kind judge: simulations ask no judge"):
+        prepared(workload(), judge)
+    with pytest.raises(ConfigError, match=r"^lengths\.scale: a token must take as long as a finite number, above 0"):
+        prepared(workload().with_changes(lengths={"scale": 0.0}))
     filters = workload().with_changes(job={"filter_zero_variance": True})
     with pytest.raises(ConfigError, match=r"task\.revisit_share: simulations pass over no rows; leave it at 1"):
         prepared(filters, "task.revisit_share=0.5")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ def test_shipped_workloads_can_be_simulated(path: Path) -> None:
         ({"fleet": {"rollout_devices": 16}}, "fleet.rollout_devices"),
         ({"job": {"group_size": 1}}, "group_size"),
         ({"job": {"steps": 1}}, "steps"),
+        ({"train": {"updates": 0}}, "train.updates"),
+        ({"fleet": {"weight_bytes": math.inf}}, "fleet.weight_bytes"),
+        ({"fleet": {"server": SimulatedServer(decode=DecodeTime(base_s=math.inf))}}, "fleet.server.decode.base_s"),
+        ({"fleet": {"server": SimulatedServer(prefill_s_per_token=math.inf)}}, "fleet.server.prefill_s_per_token"),
         ({"job": {"max_staleness": -1}}, "job.max_staleness"),
         ({"fleet": {"server": SimulatedServer(slots=0)}}, "fleet.server.slots"),
         ({"fleet": {"server": SimulatedServer(decode=DecodeTime(base_s=-1.0))}}, "fleet.server.decode.base_s"),

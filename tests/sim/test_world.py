@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from dora.core import commands as cmd
 from dora.core import events as ev
+from dora.core.decode_time import DecodeTime
 from dora.core.phases import GroupPhase
 from dora.core.tables import Group, Trajectory
 from dora.errors import InvariantViolation, RunFailed
@@ -36,6 +38,22 @@ TROUBLE: dict[str, dict[str, Any]] = {
     "grade": {"workers": 2, "hang_share": 0.002, "hang_s": 3.0, "failure_share": 0.005},
     "fleet": {"slow_instances": 1},
 }
+
+
+def test_a_server_that_takes_longer_than_two_minutes_for_a_token_is_not_lost() -> None:
+    """Else the watchdog would lose it again and again, and the job would not end."""
+    slow = SimulatedServer(slots=16, kv_tokens=8_000, decode=DecodeTime(base_s=200.0))
+    lengths = constant(4, groups=24, group_size=4)
+    for fleet in ({"server": slow}, {"answer_s": 200.0}):
+        one = workload(job={"steps": 3, "groups_per_step": 8}, lengths=lengths, fleet=fleet)
+        result, world, _ = simulate(one)
+        assert isinstance(world.outcome, cmd.FinishRun)
+        assert result.violations == 0
+
+
+def test_servers_that_are_never_lost_are_those_of_a_job_without_faults() -> None:
+    digests = [simulate(workload(faults={"instance_hours": hours}))[0].step_s for hours in (math.inf, 0.0)]
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize(("strategy", "k"), STRATEGIES)
