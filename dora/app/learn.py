@@ -97,7 +97,8 @@ def configured(path: Path, workload: Workload, overrides: Sequence[str] = (), *,
         raise ConfigError(f"{path}: task.revisit_share: simulations pass over no rows; leave it at 1")
     if not config.eval.sets:
         raise ConfigError(f"{path}: eval.sets: a curve needs a held-out set")
-    if any(reward.kind == "judge" for part in (config.task, *config.eval.sets) for reward in part.rewards):
+    rewards = [config.task.rewards, *(one.rewards for one in config.eval.sets)]
+    if any(reward.kind == "judge" for terms in rewards for reward in terms):
         raise ConfigError(f"{path}: rewards of kind judge: simulations ask no judge; use another kind")
     if workload.has_calls:
         named = "lengths.calls" if workload.lengths.calls else "tools.calls"
