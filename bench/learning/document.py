@@ -74,9 +74,6 @@ do not change while the answers grow. The hardest fifth are the prompts with mos
 differences from `sync`.
 """
 
-BATCH: Final = """**Control**: whether a sixteenth of the batch stands for the whole. One seed, so nothing is shown.
-"""
-
 WHICH: Final = """## Which K do I take?
 
 The smallest that is fast enough. K = 0 is `periodic`. "Mean of all steps" is the mean held-out reward of a run less
@@ -181,8 +178,9 @@ def first_screen(found: Results) -> str:
     sync, dora = curves[Setting("sync", 0)], curves[Setting("dora", 3)]
     final = fleet_tables.final_difference(dora, sync)
     where, file = fleet_tables.NAMES[fleet], f"docs/pictures/learning-hours-{fleet}.svg"
+    part = f" of one group in {every}" if (every := FLEETS[fleet].every) > 1 else ""
     task = f"""What that buys, in simulated time on {where}: a policy of 0.5 M parameters learns sums, with real answers
-        and real updates, each strategy at its best plan."""
+        and real updates{part}, each strategy at its best plan."""
     gain = f"""`dora` with K = 3 goes 90 % of the way of `sync` {said} ({len(dora)} seeds, 95 % interval). Its final
         reward differs from that of `sync` by {final}. How large this is for a large model was not measured:
         [docs/LEARNING.md](docs/LEARNING.md)."""
@@ -259,8 +257,7 @@ def _fleets(found: Results) -> list[str]:
         parts += ["The plans, and what the curves took:\n", fleet_tables.plan_table(curves, plans)]
         if fleet == "tail-bound":
             parts.append(fleet_tables.fast(found.curves))
-        if batch := fleet_tables.batch_table(found.curves, fleet):
-            parts += [BATCH, batch]
+        parts.append(fleet_tables.batch_control(found.curves, fleet))
     return parts
 
 

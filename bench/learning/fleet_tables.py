@@ -189,22 +189,18 @@ def parts_of_gain(found: Curves, plans: Mapping[Setting, PlanFound]) -> str:
     return wrapped(words) + "\n"
 
 
-def batch_table(curves: Sequence[FleetCurve], fleet: str) -> str:
-    """Return the curves of which all groups are trained, beside those with the same seed of which few are."""
+def batch_control(curves: Sequence[FleetCurve], fleet: str) -> str:
+    """Return the curve of which all groups are trained, beside that with the same seed of which few are."""
     found = curves_of(curves, fleet)
-    pairs = [
-        (found[Setting(whole.cell.strategy, whole.cell.k)][whole.cell.seed], whole)
-        for whole in curves
-        if whole.cell.fleet == fleet and whole.cell.every == 1
-    ]
-    if not pairs:
+    whole = next((one for one in curves if one.cell.fleet == fleet and one.cell.every == 1), None)
+    if whole is None:
         return ""
-    gone = way(found[SETTINGS[0]])
+    part = found[Setting(whole.cell.strategy, whole.cell.k)][whole.cell.seed]
+    levels = [way(found[SETTINGS[0]]).level(share) for share in WAYS]
     body = [
         [
-            _told(Setting(curve.cell.strategy, curve.cell.k), f"seed {curve.cell.seed}"),
-            "all" if curve.cell.every == 1 else f"one in {FLEETS[fleet].every}",
-            *(_hours([crossing(over_seconds(curve), gone.level(share))]) for share in WAYS),
+            "all" if curve is whole else f"one in {FLEETS[fleet].every}",
+            *(_hours([crossing(over_seconds(curve), level)]) for level in levels),
             f"{mean_reward(curve):.3f}",
             f"{final(curve):.3f}",
             f"{final_hardest(curve):.3f}",
@@ -212,11 +208,15 @@ def batch_table(curves: Sequence[FleetCurve], fleet: str) -> str:
             f"{curve.published_s[-1] / (len(curve.published_s) - 1):.4g}",
             f"{curve.seconds / 60:.1f}",
         ]
-        for pair in pairs
-        for curve in pair
-    ]  # fmt: skip
-    head = ["strategy", "groups trained", *(f"hours to {share:.0%}" for share in WAYS), "mean of all steps", "final"]
-    return table([*head, "hardest fifth", "staleness", "step s", "CPU minutes"], body)
+        for curve in (part, whole)
+    ]
+    head = ["groups trained", *(f"hours to {share:.0%}" for share in WAYS), "mean of all steps", "final"]
+    ratio = crossing(over_seconds(whole), levels[-1]) / crossing(over_seconds(part), levels[-1])
+    words = f"""**Control**: {_told(Setting(part.cell.strategy, part.cell.k), f"seed {part.cell.seed}")}, with the whole
+        batch. It goes the 90 % in {ratio:.2f} times the hours, so hours compare only between curves of one batch. One
+        seed of one strategy: how the strategies compare with the whole batch was not measured."""
+    rows = table([*head, "hardest fifth", "staleness", "step s", "CPU minutes"], body)
+    return f"{wrapped(words)}\n\n{rows}"
 
 
 def _each(curves: Mapping[int, FleetCurve], figure: Callable[[FleetCurve], float]) -> dict[int, float]:

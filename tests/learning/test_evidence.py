@@ -172,15 +172,15 @@ def test_the_whole_batch_is_compared_with_the_same_seed() -> None:
     rewards = [0.2, 0.4, 0.6, 0.7, 0.8, 0.8, 0.8]
     curves = [curve("sync", 0, seed, step_s=100.0, rewards=rewards) for seed in range(2)]
     curves += [curve("dora", 3, seed, step_s=50.0 + seed, rewards=rewards) for seed in range(2)]
-    assert fleet_tables.batch_table(curves, "tail-bound") == ""
+    assert fleet_tables.batch_control(curves, "tail-bound") == ""
     whole = curve("dora", 3, 1, step_s=72.0, rewards=[0.1, *rewards[1:]])
     curves.append(msgspec.structs.replace(whole, cell=msgspec.structs.replace(whole.cell, every=1), seconds=960.0))
     assert len(fleet_tables.curves_of(curves, "tail-bound")[Setting("dora", 3)]) == 2
-    part, all_groups = fleet_tables.batch_table(curves, "tail-bound").splitlines()[2:]
-    assert part.startswith("| `dora`, K = 3, seed 1 | one in 1 | 0.11 |")
-    assert part.endswith("| 0.633 | 0.800 | 0.800 | 0.50 | 51 | 1.0 |")
-    assert all_groups.startswith("| `dora`, K = 3, seed 1 | all | 0.17 |")
-    assert all_groups.endswith("| 0.625 | 0.800 | 0.800 | 0.50 | 72 | 16.0 |")
+    words, _, rows = fleet_tables.batch_control(curves, "tail-bound").partition("\n\n")
+    assert words.startswith("**Control**: `dora`, K = 3, seed 1, with the whole batch. It goes the 90 % in 1.41 times")
+    part, all_groups = rows.splitlines()[2:]
+    assert part == "| one in 1 | 0.11 | 0.17 | 0.26 | 0.633 | 0.800 | 0.800 | 0.50 | 51 | 1.0 |"
+    assert all_groups == "| all | 0.17 | 0.24 | 0.36 | 0.625 | 0.800 | 0.800 | 0.50 | 72 | 16.0 |"
 
 
 def test_a_strategy_that_does_not_arrive_has_no_ratio() -> None:
