@@ -189,7 +189,7 @@ def _of_file(file: Path, what: str) -> Iterator[None]:
     which files of others can cause, is not even one."""
     try:
         yield
-    except ConfigError:
+    except (ConfigError, TypeError):  # TypeError: what was to be encoded is no text
         raise
     except BaseException as err:
         if not isinstance(err, Exception) and type(err).__name__ != "PanicException":

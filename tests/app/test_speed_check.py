@@ -92,7 +92,7 @@ async def test_servers_are_measured_together_and_left_as_they_were(
     assert (speeds.num_servers, speeds.slots, speeds.kv_tokens, speeds.pushed_together) == (2, SLOTS, KV_TOKENS, 2)
     assert [point.batch for point in speeds.points[:3]] == [1, 2, 4]
     short, long = speeds.points[:3], speeds.points[3:]
-    assert [point.batch for point in long] in ([1, 2], [1, 2, 4])  # four long ones may be too short to run together
+    assert [point.batch for point in long] == [1, 2, 4][: len(long)] != []  # several may be too short to run together
     assert max(one.context for one in short) < min(one.context for one in long) <= config.longest_request
     assert all(0 < point.step_s < 1 for point in speeds.points)
     assert speeds.weight_bytes > 0

@@ -31,7 +31,7 @@ PATIENCE_S: Final = 300.0
 #: A job as small as its rules allow: a rank on the first node by name, and a server on each of two others. It has more
 #: steps than any test waits for.
 SMALL: Final[Mapping[str, object]] = {
-    "run__steps": 1000,
+    "run__steps": 10_000,
     "rollout__groups_per_step": 4,
     "rollout__group_size": 4,
     "rollout__max_staleness": 1,
