@@ -9,6 +9,7 @@ came before the saved step.
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
@@ -22,8 +23,6 @@ T = TypeVar("T")
 
 #: Name of the file in the folder of a simulation.
 MADE: Final = "made"
-#: Name of the file that is locked while a simulation uses its folder.
-LOCK: Final = "lock"
 
 
 class Progress:
@@ -37,11 +36,11 @@ class Progress:
         if folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (folder / LOCK).open("ab")
+        self._lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._lock.close()
+            os.close(self._lock)
             raise ConfigError(f"{folder}: another process makes this simulation; wait for it, or end it") from None
         self._writer = FrameWriter(folder / MADE)  # cuts off what a crash has torn
         self._known = iter(FrameReader(folder / MADE))
@@ -69,4 +68,4 @@ class Progress:
         """Close the file, and let others use the folder."""
         if self._writer is not None:
             self._writer.close()
-            self._lock.close()
+            os.close(self._lock)

@@ -61,25 +61,22 @@ async def test_tokens_are_delivered_while_the_stream_is_still_open(
     assert result.spans == (("default", 0, 3),)
 
 
-async def test_an_answer_that_the_server_cut_short_is_not_a_finished_one(
-    server: ScriptedServer, client: EngineClient
-) -> None:
-    """SGLang lowers a budget that its context cannot hold, and calls the end `length` (scheduler.py, 0.5.20)."""
-    tokens = Tokens()
-    server.streams(FIRST, SECOND, LAST, DONE)
-    with pytest.raises(ProtocolError, match="an answer was cut to 3 of 4 tokens"):
-        await client.generate(server.url, replace(REQUEST, max_new_tokens=4), tokens)
-    assert tokens.token_ids == TOKENS
-
-
-async def test_an_answer_that_goes_on_beyond_its_budget_is_refused_there(
-    server: ScriptedServer, client: EngineClient
+@pytest.mark.parametrize(
+    ("budget", "says", "kept"),
+    [
+        # SGLang lowers a budget that its context cannot hold, and calls the end `length` (scheduler.py, 0.5.20).
+        (4, "an answer was cut to 3 of 4 tokens", 3),
+        (2, "an answer of more than the 2 tokens asked for", 2),
+    ],
+)
+async def test_an_answer_with_another_budget_than_was_asked_for_is_not_a_finished_one(
+    server: ScriptedServer, client: EngineClient, budget: int, says: str, kept: int
 ) -> None:
     tokens = Tokens()
     server.streams(FIRST, SECOND, LAST, DONE)
-    with pytest.raises(ProtocolError, match="an answer of more than the 2 tokens asked for"):
-        await client.generate(server.url, replace(REQUEST, max_new_tokens=2), tokens)
-    assert tokens.token_ids == TOKENS[:2]
+    with pytest.raises(ProtocolError, match=says):
+        await client.generate(server.url, replace(REQUEST, max_new_tokens=budget), tokens)
+    assert tokens.token_ids == TOKENS[:kept]
 
 
 async def test_the_request_says_everything_and_leaves_nothing_to_defaults(
