@@ -20,7 +20,7 @@ from dora.embedded.engine_state import EngineState
 from dora.embedded.server import ServeOptions, running
 
 VOCAB = 64
-CONTEXT = 2048
+CONTEXT = 8192
 EOS = 1
 
 torch.set_num_threads(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from dora.embedded.server import ServeOptions
 from dora.errors import ConfigError
-from tests.embedded.conftest import CONTEXT, EOS, VOCAB, Reference, Served, Serving
+from tests.embedded.conftest import EOS, VOCAB, Reference, Served, Serving
 
 LONG = {"max_new_tokens": 1500, "ignore_eos": True}
 
@@ -311,8 +312,9 @@ async def test_a_full_queue_answers_503_or_one_chunk(serving: Serving) -> None:
 # --- refusals
 
 
-def long_message(text: str) -> str:
-    return text.replace("4096", str(CONTEXT))
+def doubled(text: str) -> str:
+    """Each number of tokens twice as large, as this model's context is twice that of the captured server's."""
+    return re.sub(r"\d+", lambda found: str(2 * int(found[0])), text)
 
 
 @pytest.mark.parametrize("name", ["error_empty_ids", "error_no_input", "error_negative_max_new"])
@@ -322,11 +324,11 @@ async def test_a_bad_value_is_refused_with_the_captured_body(served: Served, nam
 
 
 async def test_a_request_that_is_too_long_is_refused_with_the_captured_words(served: Served) -> None:
-    too_long = {"input_ids": [5] * 5000, "sampling_params": {"max_new_tokens": 3}}
-    expected = long_message(sample("error_too_long")["body"]["error"]["message"])
+    too_long = {"input_ids": [5] * 10000, "sampling_params": {"max_new_tokens": 3}}
+    expected = doubled(sample("error_too_long")["body"]["error"]["message"])
     assert await served.post("/generate", too_long) == (400, {"error": {"message": expected}})
-    total = {"input_ids": [5] * 2000, "sampling_params": {"max_new_tokens": 3000}}
-    expected = long_message(sample("error_total_too_long")["body"]["error"]["message"])
+    total = {"input_ids": [5] * 4000, "sampling_params": {"max_new_tokens": 6000}}
+    expected = doubled(sample("error_total_too_long")["body"]["error"]["message"])
     assert await served.post("/generate", total) == (400, {"error": {"message": expected}})
 
 

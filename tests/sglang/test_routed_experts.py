@@ -19,6 +19,7 @@ from dora.engine.errors import ServerGone
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.probe import probe
 from dora.routing import RoutingShape
+from tests.embedded.conftest import CONTEXT
 from tests.embedded.experts import PlainChoice
 from tests.families import make_model
 from tests.sglang.conftest import DIALECT, PROMPT, SLOTS, START_LABEL, Kind, Server, Tokens, Wire, serving
@@ -38,7 +39,7 @@ REQUEST = GenerateRequest(
     ignore_end=True,
 )
 FLAG = {"embedded": "--routed-experts", "sglang": "--enable-return-routed-experts"}
-LONG = replace(REQUEST, max_new_tokens=1900)
+LONG = replace(REQUEST, max_new_tokens=CONTEXT - 100)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,7 +52,7 @@ def release(kind: Kind) -> None:
 def model_a(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with experts, in place of the folder's."""
     folder = tmp_path_factory.mktemp("experts")
-    make_model("qwen3_moe", num_experts=8, max_position_embeddings=2048).save_pretrained(folder)
+    make_model("qwen3_moe", num_experts=8, max_position_embeddings=CONTEXT).save_pretrained(folder)
     return folder
 
 
