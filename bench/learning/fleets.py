@@ -81,6 +81,8 @@ class Control(msgspec.Struct, frozen=True):
 
 
 SYNC, DORA, OVERSAMPLE = Setting("sync", 0), Setting("dora", 3), Setting("oversample", 0)
+#: Of each, a curve of the first seed on 128 GPUs of which all groups are trained.
+WHOLE: Final = (DORA, Setting("periodic", 0), SYNC)
 #: Whether the gain depends on the learning rate: at this one, near the best of the sweep, a policy is there in a
 #: few steps. Faults of DORA are compared at it, as they matter more.
 FAST: Final = "eight times the learning rate"
@@ -180,7 +182,8 @@ def curve_cells() -> Iterator[FleetCell]:
         for fleet in ("paper-128", "paper-64"):
             for setting in SETTINGS:
                 yield FleetCell(fleet, setting.strategy, setting.k, seed)
-    yield FleetCell("paper-128", "dora", 3, 0, every=1)
+    for setting in WHOLE:
+        yield FleetCell("paper-128", setting.strategy, setting.k, 0, every=1)
 
 
 def run(*, processes: int, fleets: Sequence[str]) -> bool:
