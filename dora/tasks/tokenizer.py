@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import tokenizers
 
 from dora import foreign
@@ -33,6 +34,17 @@ _MAX_TEMPLATE_BYTES: Final = 1 << 20
 #: Around text that spells a control token; it survives templates. In messages it becomes U+FFFD.
 _SPELLED: Final = "\U0010fffd"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+class _Merging(msgspec.Struct):
+    """What tokenizer.json says of merges; each is a pair, or, as older versions wrote it, both with a space between."""
+
+    continuing_subword_prefix: str | None = None
+    merges: list[str | tuple[str, str]] = []
+
+
+class _File(msgspec.Struct):
+    model: _Merging
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +175,7 @@ def load_tokenizer(folder: Path, *, thinking: bool | None = None) -> Tokenizer:
             "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
         )
     with _of_file(file, "is not a tokenizer"):
+        _require_whole_characters(file)
         codec = tokenizers.Tokenizer.from_file(str(file))
         codec.no_truncation()
         codec.no_padding()
@@ -181,6 +194,19 @@ def load_tokenizer(folder: Path, *, thinking: bool | None = None) -> Tokenizer:
         _special_tokens=special,
         _plain=plain,
     )
+
+
+def _require_whole_characters(file: Path) -> None:
+    """Raise UnicodeDecodeError if a merge removes the prefix from a part of which it cuts a character: `tokenizers`
+    0.23 aborts the process then, where it cannot say which token is missing."""
+    try:
+        merging = msgspec.json.decode(file.read_bytes(), type=_File).model
+    except msgspec.MsgspecError:
+        return  # not a file with merges, or `tokenizers` says what is wrong
+    if prefix := (merging.continuing_subword_prefix or "").encode():
+        for merge in merging.merges:
+            second = merge[1] if isinstance(merge, tuple) else merge.partition(" ")[2]
+            second.encode()[len(prefix) :].decode()
 
 
 @contextmanager

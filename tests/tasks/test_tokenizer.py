@@ -106,24 +106,29 @@ def _with_tokenizer(model_folder: Path, tmp_path: Path, **changed) -> Path:
     return folder
 
 
+def _merging(prefix: str, merge: str | list[str]) -> dict[str, object]:
+    vocab = {"a": 0, "b": 1, "ab": 2, "é": 3, "#b": 4}
+    return {"model": {"type": "BPE", "vocab": vocab, "merges": [merge], "continuing_subword_prefix": prefix}}
+
+
 @pytest.mark.parametrize(
     "changed",
     [
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
-        {
-            "model": {
-                "type": "BPE",
-                "vocab": {"a": 0, "b": 1, "ab": 2},
-                "merges": ["a b"],
-                "continuing_subword_prefix": "##",
-            }
-        },
+        _merging("##", "a b"),
+        _merging("#", "a é"),
+        _merging("#", ["a", "é"]),
     ],
-    ids=["normalizer", "merges"],
+    ids=["normalizer", "merges", "cut characters", "cut characters of pairs"],
 )
 def test_a_tokenizer_in_which_rust_panics_is_one_line(model_folder, tmp_path, changed):
     with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer \(.+\); replace it$"):
         load_tokenizer(_with_tokenizer(model_folder, tmp_path, **changed))
+
+
+def test_a_prefix_of_later_parts_is_allowed(model_folder, tmp_path):
+    folder = _with_tokenizer(model_folder, tmp_path, **_merging("#", ["a", "#b"]))
+    assert load_tokenizer(folder).encode("ab", special_tokens=False) == [2]
 
 
 @pytest.mark.parametrize(
