@@ -247,7 +247,8 @@ class Opened:
         if lost := lost_rows(self.folder.metrics, recorded, again_from=start.step):
             self.tell(lost)
         self._keep_live(store)
-        added = job.settings.steps if job.settings.steps > recorded.settings.steps else 0
+        given = job.settings
+        added = given.steps if given.steps > recorded.settings.steps else 0
         calling = [t.id for t in job.state.trajectories.values() if t.phase is TrajectoryPhase.CALLING]
         self.first.append(
             ev.ControllerRestarted(
@@ -256,8 +257,9 @@ class Opened:
                 counts,
                 steps=added,
                 missing=tuple(self.missing),
-                max_episodes=job.settings.max_episodes,
+                max_episodes=given.max_episodes,
                 replayable=tuple(calling) if self._can_replay else (),
+                limits=ev.TimeLimits(given.watchdog_s, given.no_progress_s, given.call_limit_s),
             )
         )
         begun = {*range(job.config.num_instances)}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from dora.app.inputs import Inputs
 from dora.app.settings import lineage_settings, settings_of
@@ -24,7 +24,7 @@ from dora.config.schema import Config, LoraConfig
 from dora.controller.evaluations import Evaluations
 from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.core.commands import FailRun, FinishRun, ReportEvaluation
-from dora.core.events import CheckpointSaved, StepTrained, VersionPublished
+from dora.core.events import CheckpointSaved, StepTrained, TimeLimits, VersionPublished
 from dora.core.excerpt import Entry
 from dora.core.ids import GroupId, StepId, TrajectoryId, VersionId
 from dora.core.phases import TrajectoryPhase
@@ -47,6 +47,8 @@ from dora.weights.store import Manifest, StoreError, VersionStore
 HELD_OUT = "held-out"
 #: The phases of an answer that is complete.
 _SAMPLED: Final = (TrajectoryPhase.GRADING, TrajectoryPhase.GRADED)
+#: Settings of the core that may change, with a value by which two settings are compared without them.
+_FREE: Final = {"num_ranks": 1, "max_episodes": 0, **asdict(TimeLimits(0.0, 0.0, 0.0))}
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Recorded:
     """A run, as recorded in its journal."""
 
     run_id: str  # the folder may have another name by now
-    settings: Settings  # with the steps of the latest epoch
+    settings: Settings  # with the steps and limits of the latest epoch
     state: State
     last_at: float  # time of the last event
     next_epoch: int
@@ -209,7 +211,7 @@ def accept(recorded: Recorded, config: Config, settings: Settings, *, is_accepte
     ConfigError for settings that cannot change within a run and, unless `is_accepted`, for changes that alter the
     experiment.
     """
-    names = [name for name in settings.__struct_fields__ if name not in ("max_episodes", "num_ranks")]
+    names = [name for name in settings.__struct_fields__ if name not in _FREE]
     fixed = [n for n in names if getattr(settings, n) != getattr(recorded.settings, n)]
     if "steps" in fixed and not recorded.rollout_only and settings.steps > recorded.settings.steps:
         fixed.remove("steps")
@@ -244,9 +246,9 @@ def accept(recorded: Recorded, config: Config, settings: Settings, *, is_accepte
 
 def _decisions(config: Config) -> Settings:
     """Return the settings of the decision core that cannot change; held-out prompts are not known here."""
-    free = {"steps": 0, "num_ranks": 1, "micro_batch_tokens": 0, "max_episodes": 0}
     deterministic = config.trainer.device == "cpu"  # whatever `trainer.min_ranks` is, which may change
-    return replace(settings_of(config, eval_prompt_tokens=()), **free, deterministic=deterministic)
+    found = settings_of(config, eval_prompt_tokens=())
+    return replace(found, **_FREE, steps=0, micro_batch_tokens=0, deterministic=deterministic)
 
 
 def _keys_that_change(derived: Callable[[Config], object], before: Config, after: Config) -> list[str]:

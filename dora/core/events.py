@@ -321,6 +321,14 @@ class Ticked(Event, frozen=True):
     """A clock tick, about once a second; only events tell the core that time has passed."""
 
 
+class TimeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The time limits of the core's settings."""
+
+    watchdog_s: float
+    no_progress_s: float
+    call_limit_s: float
+
+
 class ControllerRestarted(Event, frozen=True):
     """A new controller took over: the state of every server is unknown and every command in flight is void.
 
@@ -334,6 +342,7 @@ class ControllerRestarted(Event, frozen=True):
     missing: tuple[VersionId, ...] = ()  #: published versions without a folder, which the trainer has to write again
     max_episodes: int = 0  #: episodes for which the hosts have room now; 0: any number
     replayable: tuple[TrajectoryId, ...] = ()  #: calling trajectories whose environments can be replayed
+    limits: TimeLimits | None = None  #: from now on; None: those of the settings stay
 
 
 AnyEvent = (

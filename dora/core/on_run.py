@@ -81,6 +81,8 @@ def _renew_deadlines(state: State) -> None:
 def on_controller_restarted(state: State, event: ev.ControllerRestarted) -> None:
     if event.max_episodes != state.settings.max_episodes:
         state.settings = msgspec.structs.replace(state.settings, max_episodes=event.max_episodes)
+    if event.limits is not None:
+        state.settings = msgspec.structs.replace(state.settings, **msgspec.structs.asdict(event.limits))
     if event.steps > state.settings.steps:
         state.settings = msgspec.structs.replace(state.settings, steps=event.steps)
         state.formation.extend(state.settings)

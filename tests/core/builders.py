@@ -256,12 +256,15 @@ class Core:
         replayable: tuple[int, ...] = (),
         max_episodes: int = 0,
         steps: int = 0,
+        limits: ev.TimeLimits | None = None,
     ) -> list[Command]:
         self.waves.clear()
         counts = {TrajectoryId(t): n for t, n in (tokens or {}).items()}
         again = tuple(TrajectoryId(t) for t in replayable)
         return self.tell(
-            ev.ControllerRestarted(self.now, 1, counts, steps=steps, max_episodes=max_episodes, replayable=again)
+            ev.ControllerRestarted(
+                self.now, 1, counts, steps=steps, max_episodes=max_episodes, replayable=again, limits=limits
+            )
         )
 
 

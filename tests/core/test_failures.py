@@ -294,6 +294,16 @@ def test_a_new_controller_continues_a_run_that_failed_for_lack_of_progress() -> 
     assert (1, 3) in resumed
 
 
+def test_a_new_controller_may_wait_longer() -> None:
+    core = started(groups_per_step=2, no_progress_s=100.0, watchdog_s=1e6)
+    assert [type(order) for order in core.tick(101.0)] == [cmd.FailRun]
+    core.restarted(limits=ev.TimeLimits(watchdog_s=1e6, no_progress_s=300.0, call_limit_s=0.0))
+    assert core.tick(300.0) == []
+    assert [type(order) for order in core.tick(1.0)] == [cmd.FailRun]
+    core.restarted()
+    assert core.tick(300.0) == [], "limits stay if none are given, as by controllers before there were any"
+
+
 def test_any_other_failure_is_permanent() -> None:
     core = Core()
     core.publish(0)

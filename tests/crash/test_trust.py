@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from dora.app import resume as resuming
 from dora.app.inputs import model_digest
@@ -287,6 +288,15 @@ def test_an_operational_change_needs_no_consent_but_is_reported_and_recorded(sto
     journal = stopped.world.folder.journal.read_bytes()
     epochs = [record for _, record in records(journal) if record["type"] == "Epoch"]
     assert [list(epoch["changes"]) for epoch in epochs] == [[], [line]]
+
+
+def test_a_run_continues_with_other_time_limits(stopped: Stopped) -> None:
+    """They decide what counts as a fault; who finds one too short should not need a new run."""
+    before = stopped.recorded.settings
+    stopped.go_on(reconfigured(stopped.copy(), "no_progress_s", "4321.0"))
+    after = resuming.read_run(stopped.world.folder).settings
+    assert before.no_progress_s != 4321.0
+    assert after == structs.replace(before, no_progress_s=4321.0)
 
 
 def test_settings_that_decisions_depend_on_cannot_change(stopped: Stopped) -> None:

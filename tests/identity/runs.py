@@ -194,7 +194,7 @@ def _of_servers(o: Outside, r: random.Random) -> Iterator[Callable[[], Any]]:
 #: Fields that were added since the digests were recorded, with their defaults; the last one is a request of nobody.
 LATER: Final = (
     b',"replayable":[]', b',"replays":0', b',"max_episodes":0', b',"version":null,"digest":""', b',"turn_tokens":0',
-    b',"fork":""', b',"request":{"id":"","by":""}', b',"judged":null', b',"visits":[]',
+    b',"fork":""', b',"request":{"id":"","by":""}', b',"judged":null', b',"visits":[]', b',"limits":null',
 )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ EVENTS: list[ev.AnyEvent] = [
     ev.CheckpointSaved(1.0, 2, "checkpoints/2"),
     ev.Ticked(1e9 + 0.1),
     ev.ControllerRestarted(1.0, 1, {TRAJECTORY: 3}),
+    ev.ControllerRestarted(1.0, 1, {}, limits=ev.TimeLimits(60.0, 1800.0, 0.0)),
 ]
 
 COMMANDS: tuple[cmd.AnyCommand, ...] = (
