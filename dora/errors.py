@@ -18,11 +18,14 @@ from typing import Final
 
 #: Maximum number of characters of a text from a file or another process.
 _LONGEST: Final = 1_000
-_VARIABLE: Final = re.compile(r"""'[^']*'|"[^"]*"|(?<![\w:])\d+(?:\.\d+)?""")
+#: Quotations; hexadecimal identifiers and addresses; numbers, but not ports.
+_VARIABLE: Final = re.compile(
+    r"""'[^']*'|"[^"]*"|\b(?:0x)?(?=[a-f]*\d)[\da-f]{6,}(?:-[\da-f]+)*\b|(?<![\w:])\d+(?:\.\d+)?""", re.IGNORECASE
+)
 
 
 def kind_of(failure: str) -> str:
-    """Return what failures with one cause have in common: the text without quotations and numbers."""
+    """Return what failures with one cause have in common: the text without quotations, identifiers and numbers."""
     return _VARIABLE.sub("…", failure)
 
 

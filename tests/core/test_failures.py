@@ -254,15 +254,14 @@ def test_top_ups_are_counted_per_step() -> None:
 def test_groups_that_failed_in_one_way_count_under_one_reason() -> None:
     """What servers say has numbers, and every row of metrics has all reasons since the start."""
     core = started(groups_per_step=2, slots=6, max_top_up=1.0)
-    for t, tokens in ((0, 17), (2, 23), (4, 29)):
-        reason = f"http://engine:30000: an answer was cut to {tokens} of 128 tokens"
+    ids = ("5f1e9a3b", "550e8400-e29b-41d4-a716-446655440000", "0x7ffe1a2b")
+    for t, tokens, id in zip((0, 2, 4), (17, 23, 29), ids, strict=True):
+        reason = f"http://engine:30000: {id} was cut to {tokens} of 128 tokens"
         event = ev.GenerationFailed(0.0, TrajectoryId(t), core.attempts[cmd.Generate, t], 0, False, reason, final=True)
         core.tell(event)
-    assert core.state.ledger.reasons == {
-        "failed: generation: http://engine:30000: an answer was cut to … of … tokens": 3
-    }
+    assert core.state.ledger.reasons == {"failed: generation: http://engine:30000: … was cut to … of … tokens": 3}
     [end] = core.of(cmd.FailRun)
-    assert "left as failed: generation: http://engine:30000: an answer was cut to 29 of 128 tokens" in end.reason
+    assert "left as failed: generation: http://engine:30000: 0x7ffe1a2b was cut to 29 of 128 tokens" in end.reason
 
 
 # -- no progress ------------------------------------------------------------------------------------------------------
