@@ -9,7 +9,8 @@ from pathlib import Path
 
 import uvloop
 
-from dora.cli.output import say
+from dora.cli.output import say, tell
+from dora.config.changes import changes
 from dora.config.load import load
 from dora.config.recorded import unknown_keys
 from dora.config.schema import Config
@@ -46,7 +47,8 @@ def run(
         raise ConfigError("--resume, --continue, --rollout-only and --train-only exclude each other; choose one")
     if into is not None and (resume is not None or or_continue or train_only is not None):
         raise ConfigError("--into: is only valid for a new run")
-    if or_continue and (resume := _newest(config_path, overrides)) is not None:
+    given = load(config_path, overrides, environ=os.environ) if or_continue else None
+    if given is not None and (resume := RunFolder.newest(given.run.folder, name=given.run.name)) is not None:
         config_path = None
     earlier = RunFolder.open(resume) if resume is not None else None
     reserved = RunFolder.reserved(into) if into is not None else None
@@ -62,6 +64,10 @@ def run(
             held.enter_context(hold_run(own.lock))  # before reading, so that no other process can change what is read
         if earlier is not None:
             config = config_to_resume(earlier, overrides)
+            if given is not None and (ignored := _ignored(config, given)):
+                tell(
+                    f"--continue: {earlier.root} keeps its own configuration; not used: {ignored}; --set changes a key"
+                )
         else:
             config = load(config_path, overrides, environ=os.environ)
         if train_only is not None:
@@ -96,9 +102,11 @@ def require_steps(config: Config) -> Config:
     return config
 
 
-def _newest(config_path: Path | None, overrides: Sequence[str]) -> Path | None:
-    run = load(config_path, overrides, environ=os.environ).run
-    return RunFolder.newest(run.folder, name=run.name)
+def _ignored(own: Config, given: Config) -> str:
+    """Name what a configuration says that a run does not follow, as it has its own."""
+    found = [one for one in changes(own, given) if not (one.key.endswith("revision") and one.after == "null")]
+    named = [f"{one.key} = {one.after} (the run has {one.before})" for one in found[:MAX_NAMED]]
+    return ", ".join(named) + (f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else "")
 
 
 def config_to_resume(folder: RunFolder, overrides: Sequence[str]) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,9 @@ def test_the_same_command_starts_a_run_continues_it_after_a_kill_and_leaves_it_a
     assert "the run has ended" in again.stdout
     assert [path.name for path in tmp_path.iterdir()] == [folder.run_id]
     assert_audit_clean(folder)
+    assert "not used" not in again.stderr
+    edited = tmp_path / "job.toml"
+    edited.write_text(re.sub("(?m)^steps = 3$", "steps = 5", folder.config.read_text()))
+    again = run_to_end("run", str(edited), "--continue")
+    assert again.returncode == 0, again.stderr
+    assert "keeps its own configuration; not used: run.steps = 5 (the run has 3); --set changes a key\n" in again.stderr
