@@ -426,6 +426,11 @@ def _problems(workload: Workload) -> list[str]:
         )
     if any(len(row) != job.group_size for row in (*lengths.answers, *lengths.rewards)):
         return [f"lengths.answers, lengths.rewards: every prompt needs job.group_size = {job.group_size} of them"]
+    if 0 < job.max_episodes < job.group_size:
+        found.append(
+            f"job.max_episodes: {job.max_episodes} episodes are fewer than one group has (job.group_size = "
+            f"{job.group_size}); raise it, or set 0 for any number"
+        )
     cap = workload.cap
     if any(not 0 <= n <= cap for row in lengths.answers for n in row):
         found.append(f"lengths.answers: no answer may exceed the token budget of {cap}; raise lengths.cap")

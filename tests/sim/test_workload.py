@@ -38,6 +38,7 @@ def test_shipped_workloads_can_be_simulated(path: Path) -> None:
         ({"job": {"group_size": 1}}, "group_size"),
         ({"job": {"steps": 1}}, "steps"),
         ({"train": {"updates": 0}}, "train.updates"),
+        ({"job": {"max_episodes": 1}}, "job.max_episodes"),
         ({"fleet": {"weight_bytes": math.inf}}, "fleet.weight_bytes"),
         ({"fleet": {"server": SimulatedServer(decode=DecodeTime(base_s=math.inf))}}, "fleet.server.decode.base_s"),
         ({"fleet": {"server": SimulatedServer(prefill_s_per_token=math.inf)}}, "fleet.server.prefill_s_per_token"),
