@@ -103,8 +103,9 @@ def require_steps(config: Config) -> Config:
 
 
 def _ignored(own: Config, given: Config) -> str:
-    """Name what a configuration says that a run does not follow, as it has its own."""
-    found = [one for one in changes(own, given) if not (one.key.endswith("revision") and one.after == "null")]
+    """Name what a configuration says that a run does not follow, as it has its own. A revision that it leaves open, the
+    run has found."""
+    found = [one for one in changes(own, given) if not (one.key.endswith("revision") and one.after == '""')]
     named = [f"{one.key} = {one.after} (the run has {one.before})" for one in found[:MAX_NAMED]]
     return ", ".join(named) + (f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else "")
 
