@@ -165,7 +165,8 @@ class Job:
                 batch = make_batch(answers, step=step, index=index, last=index == len(waves) - 1)
                 await self.end.send(rank, in_history(batch))
         trained = await self.until(StepDone)
-        await self.until(VersionWritten)
+        while (await self.until(VersionWritten)).version != step + 1:
+            pass  # that with which the ranks began, which they write in the background
         return trained
 
     async def until(self, kind: type, *, count: int = 1):
